@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.beside_vllm import write_checkpoint
 from mrv1 import LLM, AsyncLLM, SamplingParams
-from mrv1.bench.provenance import provenance
 from mrv1.device import resolve_device
+from mrv1.provenance import provenance
 
 PROMPT_TOKENS = 128
 SHARE_OF_MEMORY = 0.4

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 import transformers
 
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import QWEN3_0_6B
+from benchmarks.measure.shapes import QWEN3_0_6B
+from mrv1.provenance import provenance
 
 ENGINES = ("vllm", "mrv1")
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 256

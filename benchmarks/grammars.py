@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import xgrammar
 
-from mrv1.bench.provenance import provenance, version_of
+from mrv1.provenance import provenance, version_of
 
 Compile = Callable[[Any], tuple[Any, Any]]
 """From a schema to the functions accept(token) and fill(mask)."""

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mrv1.bench.engine import random_model
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import shape_config
+from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
+from mrv1.models import random_model
 from mrv1.models.batch import LayerCache
+from mrv1.provenance import provenance
 from mrv1.runner import KVListener, KVReady, RequestId
 from mrv1.sampler import SamplingParams
 

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv1.bench.child import Send, run_in_child
-from mrv1.bench.engine import random_model
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import shape_config
+from benchmarks.measure.child import Send, run_in_child
+from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
+from mrv1.models import random_model
 from mrv1.models.decoder import DecoderModel
 from mrv1.multimodal import MultimodalItem
+from mrv1.provenance import provenance
 from mrv1.sampler import SamplingParams
 
 PROMPT_TOKENS = 128

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import shape_config
-from mrv1.bench.timing import WrongResultError, capture, measure
+from benchmarks.measure.shapes import shape_config
+from benchmarks.measure.timing import WrongResultError, capture, measure
 from mrv1.device import resolve_device
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
+from mrv1.provenance import provenance
 
 SHAPES = ("llama3-8b", "qwen3-0.6b")
 TOKENS = (64, 128, 256, 512, 1024, 1485, 1536, 2048, 4096, 8192)

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv1.bench.provenance import provenance
-from mrv1.bench.report.policies import RECALL_KINDS
+from benchmarks.report.policies import RECALL_KINDS
 from mrv1.calibration import (
     CalibrateOptions,
     Calibration,
@@ -39,6 +38,7 @@ from mrv1.headwise import HeadPolicy, HeadRanking
 from mrv1.headwise.calibrate import Method
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model
+from mrv1.provenance import provenance
 from training.corpus import load_split
 from training.evaluate import text_loss
 

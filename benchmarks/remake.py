@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from mrv1.bench.report.files import load
+from benchmarks.report.files import load
 from mrv1.cli.console import INTERRUPTED
 
 OUTPUT, COMMIT = "{output}", "{commit}"

@@ -30,7 +30,6 @@ from unittest.mock import patch
 import torch
 
 from mrv1 import kernels
-from mrv1.bench.provenance import provenance
 from mrv1.device import device_info
 from mrv1.kernels import (
     DecodePlan,
@@ -47,6 +46,7 @@ from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
+from mrv1.provenance import provenance
 from mrv1.testing.strategies import LayoutCase, PagedCase, RaggedBatch, build_paged_cache
 
 TOOLS = {"memcheck": r"ERROR SUMMARY: (\d+) error", "racecheck": r"SUMMARY: (\d+) hazard"}

@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure.shapes import SHAPES, shape_config
 from mrv1 import EngineConfig, SamplingParams
-from mrv1.bench.engine import random_model
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import SHAPES, shape_config
 from mrv1.engine.core import EngineCore
-from mrv1.models import checkpoint_tensors
+from mrv1.models import checkpoint_tensors, random_model
+from mrv1.provenance import provenance
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from mrv1 import LLM, RequestOutput, SamplingParams
-from mrv1.bench.provenance import provenance, version_of
 from mrv1.config import checkpoint_dir
+from mrv1.provenance import provenance, version_of
 from training.corpus import load_split
 
 QUESTIONS = (

@@ -23,15 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mrv1.bench.provenance import provenance
-from mrv1.bench.sample import Sample, run_once
-from mrv1.bench.shapes import shape_config
+from benchmarks.engines.sample import Sample, run_once
+from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import kernel_path, resolve_device, resolve_dtype
 from mrv1.engine import EngineCore
 from mrv1.engine.core import Metrics
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, random_weights
+from mrv1.provenance import provenance
 from mrv1.sampler import SamplingParams
 
 BESIDE = 256

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from mrv1.bench.engine import random_model
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import shape_config
+from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import device_info, resolve_device
 from mrv1.engine import EngineCore
 from mrv1.environment import child_environment
 from mrv1.headwise import HeadPolicy
+from mrv1.models import random_model
+from mrv1.provenance import provenance
 from mrv1.runner.compile_ahead import KernelSet, compile_kernels
 
 PARTS = ("empty", "filled", "compile", "compiled")

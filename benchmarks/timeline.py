@@ -22,14 +22,14 @@ from unittest.mock import patch
 import numpy as np
 from torch.profiler import record_function
 
-from mrv1.bench.engine import random_model
-from mrv1.bench.provenance import provenance
-from mrv1.bench.shapes import shape_config
-from mrv1.bench.trace import DEVICE_WORK, HOST_CALLS, Event, profiled
+from benchmarks.measure.shapes import shape_config
+from benchmarks.measure.trace import DEVICE_WORK, HOST_CALLS, Event, profiled
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.engine.scheduler import Scheduler
+from mrv1.models import random_model
+from mrv1.provenance import provenance
 from mrv1.runner import ModelRunner
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.sampler import SamplingParams

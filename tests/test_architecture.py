@@ -1,7 +1,8 @@
 """The rules of the architecture: what each module may import, call and contain.
 
 Each rule is a function from one parsed file to its violations, applied to every file of ``mrv1``
-and, so that the rule itself can fail, to a snippet that breaks it and to one that keeps it.
+and of the folders of ``benchmarks`` (its scripts may ask the machine) and, so that the rule itself
+can fail, to a snippet that breaks it and to one that keeps it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ REPO = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class File:
-    """One source file; ``name`` is its dotted module name below mrv1, such as "runner.step"."""
+    """One source file; ``name`` is its dotted module name below mrv1, such as "runner.step".
+
+    A file of the benchmarks has its whole name, such as "benchmarks.peers.sampler".
+    """
 
     name: str
     text: str
@@ -36,7 +40,8 @@ class File:
 
     @property
     def path(self) -> str:
-        return f"mrv1/{self.name.replace('.', '/')}.py"
+        folder = "" if self.layer == "benchmarks" else "mrv1/"
+        return f"{folder}{self.name.replace('.', '/')}.py"
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -44,10 +49,10 @@ class File:
 
 
 def _all_files() -> list[File]:
-    root = REPO / "mrv1"
     return [
         File(".".join(path.relative_to(root).with_suffix("").parts), path.read_text("utf-8"))
-        for path in sorted(root.rglob("*.py"))
+        for root, pattern in ((REPO / "mrv1", "**/*.py"), (REPO, "benchmarks/*/**/*.py"))
+        for path in sorted(root.glob(pattern))
     ]
 
 
@@ -129,7 +134,7 @@ BASE = {"errors", "environment", "device", "forks", "lazy", "progress"}
 OPS = BASE | {"kernels", "config", "options"}
 STEP = OPS | {"sampler", "models", "headwise", "multimodal", "runner"}
 ENGINE = STEP | {"engine"}
-BENCH = ENGINE | {"integrations", "bench", "__init__"}
+APP = ENGINE | {"calibration", "integrations", "provenance", "__init__"}
 MAY_IMPORT = {
     "errors": set(),
     "environment": {"errors"},
@@ -151,9 +156,10 @@ MAY_IMPORT = {
     "calibration": OPS | {"models", "headwise", "calibration"},
     "integrations": ENGINE | {"integrations"},
     "__init__": ENGINE | {"integrations"},
-    "bench": BENCH,
-    "cli": BENCH | {"calibration", "cli"},
+    "provenance": {"device", "__init__"},
+    "cli": APP | {"cli"},
     "__main__": {"cli"},
+    "benchmarks": APP | {"cli"},
 }
 
 
@@ -167,7 +173,7 @@ def arrows_point_one_way(file: File) -> Iterator[str]:
         return
     for line, target in _imports(file.tree):
         package, _, inner = target.partition(".")
-        if package == "benchmarks":
+        if package == "benchmarks" and file.layer != package:
             yield f"{line}: imports {target}"
         if package != "mrv1":
             continue
@@ -180,7 +186,7 @@ def arrows_point_one_way(file: File) -> Iterator[str]:
 
 def only_integrations_and_peers_import_vllm(file: File) -> Iterator[str]:
     """Only the vLLM plug-in and the benchmarks of vLLM's kernels import vLLM."""
-    if file.layer == "integrations" or file.name.startswith("bench.peers."):
+    if file.layer == "integrations" or file.name.startswith("benchmarks.peers."):
         return
     for line, target in _imports(file.tree):
         if target.partition(".")[0] == "vllm":
@@ -232,10 +238,10 @@ def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
 
 
 ORACLE_USERS = {
-    "bench.attention_data": "quantises keys and values as a cache holds them",
-    "bench.kv_write": "compares with the oracle in float64",
-    "bench.kv_write_data": "compares with the oracle's scales and codes",
-    "bench.peers.attention": "quantises keys and values for peers with an fp8 cache",
+    "benchmarks.kernels.attention_data": "quantises keys and values as a cache holds them",
+    "benchmarks.kernels.kv_write": "compares with the oracle in float64",
+    "benchmarks.kernels.kv_write_data": "compares with the oracle's scales and codes",
+    "benchmarks.peers.attention": "quantises keys and values for peers with an fp8 cache",
 }
 
 
@@ -544,7 +550,6 @@ RULES: list[Rule] = [
     no_long_signature,
 ]
 NOT_YET = {
-    (arrows_point_one_way, "integrations.vllm.worker"),
     (no_circle, "engine.prefix_cache"),
     (no_circle, "engine.request"),
     (no_circle, "engine.running_batch"),
@@ -600,12 +605,16 @@ BREAKING = [
     (arrows_point_one_way, "engine.llm", "from mrv1.integrations.llguidance import Form"),
     (only_integrations_and_peers_import_vllm, "engine.llm", "import vllm.v1 as v1"),
     (only_integrations_and_peers_import_vllm, "engine.llm", "import_module('vllm')"),
-    (only_integrations_and_peers_import_vllm, "bench.attention", "import vllm"),
+    (only_integrations_and_peers_import_vllm, "benchmarks.kernels.attention", "import vllm"),
     (only_one_module_imports_triton, "kernels.rope", "import triton.language as tl"),
     (only_one_module_imports_triton, "cli", "def f():\n    from triton import knobs"),
     (only_kernels_import_oracles, "sampler.sampler", "from mrv1.kernels.reference import linear"),
     (only_kernels_import_oracles, "runner.step", "from mrv1.kernels import KVLayout, reference"),
-    (only_kernels_import_oracles, "bench.sampler", "import mrv1.kernels.step.reference"),
+    (
+        only_kernels_import_oracles,
+        "benchmarks.kernels.sampler",
+        "import mrv1.kernels.step.reference",
+    ),
     (
         only_kernels_import_oracles,
         "engine.llm",
@@ -699,8 +708,13 @@ KEEPING = [
     (arrows_point_one_way, "kernels._base.triton", "from mrv1.kernels._base import interpreter"),
     (arrows_point_one_way, "runner.step", "from mrv1.sampler import SamplingParams\nimport torch"),
     (arrows_point_one_way, "cli", "from mrv1 import LLM"),
+    (
+        arrows_point_one_way,
+        "benchmarks.cli.app",
+        "from benchmarks.report import page\nimport mrv1",
+    ),
     (only_integrations_and_peers_import_vllm, "integrations.vllm.backend", "import vllm"),
-    (only_integrations_and_peers_import_vllm, "bench.peers.attention", "import vllm"),
+    (only_integrations_and_peers_import_vllm, "benchmarks.peers.attention", "import vllm"),
     (
         only_one_module_imports_triton,
         "kernels.layers.rope",
@@ -712,7 +726,11 @@ KEEPING = [
         "from mrv1.kernels.registry import Ops, select_ops\nops = select_ops('reference')",
     ),
     (only_kernels_import_oracles, "kernels.registry", "from mrv1.kernels import reference"),
-    (only_kernels_import_oracles, "bench.peers.attention", "from mrv1.kernels import reference"),
+    (
+        only_kernels_import_oracles,
+        "benchmarks.peers.attention",
+        "from mrv1.kernels import reference",
+    ),
     (
         contracts_and_oracles_run_without_triton,
         "kernels.layers.linear",
@@ -744,7 +762,7 @@ KEEPING = [
     ),
     (
         no_code_of_a_checkpoint_runs,
-        "bench.machine",
+        "benchmarks.engines.machine",
         "from mrv1.models import ModelConfig\nModelConfig.from_pretrained(path)",
     ),
     (no_code_of_a_checkpoint_runs, "runner.compile_ahead", "pickle.load(sys.stdin.buffer)"),

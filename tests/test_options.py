@@ -10,11 +10,15 @@ from typing import Annotated, Any, Literal
 import pytest
 import typer
 
+from benchmarks.cli.app import app as bench_app
+from benchmarks.engines.generate import GenerateBench
+from benchmarks.engines.headwise import HeadwiseBench
+from benchmarks.engines.headwise_options import HeadwiseOptions
+from benchmarks.engines.runner import RunnerBench
+from benchmarks.kernels.attention_options import AttentionBench
+from benchmarks.kernels.kv_write import KVWriteBench
+from benchmarks.kernels.sampler import SamplerBench
 from mrv1 import LLM, EngineConfig, SamplingParams
-from mrv1.bench import AttentionBench, GenerateBench, KVWriteBench, RunnerBench
-from mrv1.bench.headwise import HeadwiseBench
-from mrv1.bench.headwise_options import HeadwiseOptions
-from mrv1.bench.sampler import SamplerBench
 from mrv1.calibration import CalibrateOptions
 from mrv1.cli import app
 from mrv1.cli.options import FieldsOf, command
@@ -54,8 +58,10 @@ class MoreOptions(EngineConfig):
 
 
 def options_of(path: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return the options of a command by the name of their field."""
-    found = typer.main.get_command(app)
+    """Return the options of a command by the name of their field; "bench" are the benchmarks."""
+    is_bench = path[0] == "bench"
+    found = typer.main.get_command(bench_app if is_bench else app)
+    path = path[is_bench:]
     for name in path:
         _, found, _ = found.resolve_command(typer.Context(found), [name])
     return {option.name: option for option in found.params}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
+from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, HeadRanking
 
 SMALLEST_LOSS = 1e-4
@@ -14,10 +16,26 @@ SMALLEST_LOSS = 1e-4
 INCHES_PER_HEAD = 0.32
 
 
+def require_matplotlib(what: str = "--plot") -> None:
+    """Refuse to plot before anything is measured, rather than after.
+
+    Args:
+        what: the option or command that needs it, for the message.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            f"{what}: expected the package matplotlib to be installed, got none; "
+            "pip install 'mrv1[bench]'"
+        )
+
+
 def plot_ranking(ranking: HeadRanking, policy: HeadPolicy, path: Path, title: str) -> None:
     """Write a PNG: a head's colour is its loss. Framed heads stay full, grey ones are not ranked.
 
-    matplotlib must be installed (``mrv1.bench.require_matplotlib``).
+    matplotlib must be installed (``require_matplotlib``).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm

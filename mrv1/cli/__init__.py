@@ -34,7 +34,7 @@ COMMANDS = {
         "doctor.doctor",
         "Show versions, GPUs and the implementation of each part of a step; warn of problems.",
     ),
-    "bench": ("bench.app", "Measure kernels, steps and engines on this machine."),
+    "bench": ("bench.app", "Measure kernels, steps and engines on this machine (in a checkout)."),
 }
 """Command -> its function or its group in ``mrv1.cli``, and the first line of its help."""
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from mrv1.bench import require_matplotlib
-from mrv1.bench.provenance import provenance
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
-from mrv1.cli.bench_kernels import check_target, write_result
+from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import counting_bar, say, second_interrupt_ends, show_table
 from mrv1.cli.options import FieldsOf, command
+from mrv1.cli.results import check_target, write_result
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
+from mrv1.provenance import provenance
 
 LOW_RECALL = 0.5
 """Below this recall the full model does not find the facts, so no head can show its share."""

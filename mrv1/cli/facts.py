@@ -10,7 +10,6 @@ from typing import TypedDict
 import torch
 
 from mrv1 import __version__
-from mrv1.bench.provenance import version_of
 from mrv1.cli.report import PATHS
 from mrv1.config import EMBEDDED_MODEL, checkpoint_dir
 from mrv1.device import (
@@ -26,6 +25,7 @@ from mrv1.device import (
 from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
+from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))

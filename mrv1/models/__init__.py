@@ -4,7 +4,7 @@ from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.kv_scales import load_kv_scales
-from mrv1.models.loading import load_model
+from mrv1.models.loading import load_model, random_model
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
 from mrv1.models.shards import stored_tensors
@@ -25,6 +25,7 @@ __all__ = [
     "copy_weights",
     "load_kv_scales",
     "load_model",
+    "random_model",
     "random_weights",
     "stored_tensors",
 ]

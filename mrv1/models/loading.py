@@ -16,16 +16,22 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from mrv1.config import checkpoint_dir
+from mrv1.config import Dtype, checkpoint_dir, dtype_name
+from mrv1.device import kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
-from mrv1.kernels.registry import Ops
+from mrv1.kernels.registry import Ops, select_ops
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.shards import Scan, TensorEntry, open_shard, scan_checkpoint
-from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights
+from mrv1.models.weights import (
+    ModelWeights,
+    checkpoint_tensors,
+    empty_weights,
+    random_weights,
+)
 from mrv1.progress import progress_bar
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -186,3 +192,22 @@ def _columns() -> tuple[ProgressColumn, ...]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
+
+
+def random_model(
+    config: ModelConfig,
+    dtype: Dtype,
+    device: torch.device,
+    *,
+    seed: int,
+    deterministic: bool = False,
+) -> DecoderModel:
+    """Return a model of a shape with random weights, on the device.
+
+    Raises:
+        ConfigError: the device has no such dtype.
+    """
+    resolved = resolve_dtype(dtype_name(dtype), config.torch_dtype, device)
+    weights = random_weights(config, device=device, dtype=resolved, seed=seed)
+    ops = select_ops(kernel_path(device))
+    return DecoderModel(config, weights, ops, deterministic=deterministic)

@@ -11,21 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1.bench import (
-    AttentionBench,
-    Cell,
-    attention_data,
-    comparison,
-    plot,
-    plot_attention,
-    run_attention,
-)
-from mrv1.bench import attention as bench_module
-from mrv1.bench.attention_case import AttentionCase
-from mrv1.bench.attention_data import make_data, relative_error
-from mrv1.bench.options import KVDtype
-from mrv1.bench.peers import Peer
-from mrv1.bench.peers import attention as peers
+from benchmarks.kernels import attention as bench_module
+from benchmarks.kernels import attention_data, comparison
+from benchmarks.kernels.attention import run_attention
+from benchmarks.kernels.attention_case import AttentionCase, Cell
+from benchmarks.kernels.attention_data import make_data, relative_error
+from benchmarks.kernels.attention_options import AttentionBench
+from benchmarks.measure.options import KVDtype
+from benchmarks.peers import Peer
+from benchmarks.peers import attention as peers
+from benchmarks.report import plot
+from benchmarks.report.plot import plot_attention
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.kernels import PrefillSplits, reference
 
@@ -434,7 +430,7 @@ def test_cells_of_a_plot_are_sorted_by_bytes_then_batch():
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr("mrv1.calibration.plot.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--plot: .*pip install 'mrv1\[bench\]'"):
         plot.require_matplotlib()
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mrv1.bench import shape_config
-from mrv1.bench.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
+from benchmarks.measure.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
+from benchmarks.measure.shapes import shape_config
 from mrv1.errors import ConfigError
 from mrv1.models import random_weights
 from mrv1.runner.kv_cache import CacheSpec

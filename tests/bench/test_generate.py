@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrv1.bench import GenerateBench, engine, run_generate, sample, shape_config
-from mrv1.bench.floor import step_kv_bytes, step_weight_bytes
-from mrv1.bench.sample import run_once
+from benchmarks.engines import engine, sample
+from benchmarks.engines.generate import GenerateBench, run_generate
+from benchmarks.engines.sample import run_once
+from benchmarks.measure.floor import step_kv_bytes, step_weight_bytes
+from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError, StepError
@@ -90,7 +92,7 @@ def test_every_batch_has_its_figures():
 
 
 def test_floor_is_the_bytes_over_the_bandwidth(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mrv1.bench.generate.copy_bandwidth", lambda _: 1e9)
+    monkeypatch.setattr("benchmarks.engines.generate.copy_bandwidth", lambda _: 1e9)
     result = run_generate(GenerateBench(**SMALL | {"batches": (2,), "repeats": 1}))
     (entry,) = result["results"]
     assert result["copy_bandwidth_bytes_per_s"] == 1e9

@@ -12,18 +12,23 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mrv1.bench import headwise
-from mrv1.bench.capacity import num_admitted, predicted_requests, request_bytes, run_capacity
-from mrv1.bench.headwise import (
+from benchmarks.cli.app import app
+from benchmarks.engines import headwise
+from benchmarks.engines.capacity import (
+    num_admitted,
+    predicted_requests,
+    request_bytes,
+    run_capacity,
+)
+from benchmarks.engines.headwise import (
     HeadwiseBench,
     fill_randomly,
     paired_saving,
     plant_prefix,
     run_headwise,
 )
-from mrv1.bench.headwise_options import HeadwiseOptions
-from mrv1.bench.timing import WrongResultError
-from mrv1.cli import app
+from benchmarks.engines.headwise_options import HeadwiseOptions
+from benchmarks.measure.timing import WrongResultError
 from mrv1.engine import EngineCore
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import ConfigError
@@ -332,7 +337,7 @@ def test_the_commands_print_a_table_and_write_json(tmp_path):
         ("capacity", [], "predicted"),
         ("headwise", [*sizes, "--planted"], "between"),
     ):
-        result = CliRunner().invoke(app, ["bench", command, *shared, *more])
+        result = CliRunner().invoke(app, [command, *shared, *more])
         assert result.exit_code == 0, result.output
         assert column in result.stdout
         assert json.loads((tmp_path / "result.json").read_text())["op"] == command

@@ -11,10 +11,17 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.bench import KVWriteBench, comparison, kv_write, peers, run_kv_write
-from mrv1.bench.kv_write_data import WriteCase, make_write_data, wrong_elements, wrong_quarters
-from mrv1.bench.options import KVDtype
-from mrv1.bench.timing import WrongResultError
+from benchmarks import peers
+from benchmarks.kernels import comparison, kv_write
+from benchmarks.kernels.kv_write import KVWriteBench, run_kv_write
+from benchmarks.kernels.kv_write_data import (
+    WriteCase,
+    make_write_data,
+    wrong_elements,
+    wrong_quarters,
+)
+from benchmarks.measure.options import KVDtype
+from benchmarks.measure.timing import WrongResultError
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
 

@@ -9,9 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from mrv1.bench import PEERS, AttentionBench, Cell, peers, run_attention
-from mrv1.bench.options import KVDtype
-from mrv1.bench.peers import attention, peer_versions
+from benchmarks import peers
+from benchmarks.kernels.attention import run_attention
+from benchmarks.kernels.attention_case import Cell
+from benchmarks.kernels.attention_options import AttentionBench
+from benchmarks.measure.options import KVDtype
+from benchmarks.peers import attention, peer_versions
+from benchmarks.peers.attention import PEERS
 from mrv1.errors import ConfigError
 from mrv1.kernels import KVLayout, reference
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1.bench import provenance
-from mrv1.bench.provenance import git_commit, version_of
+from mrv1 import provenance
+from mrv1.provenance import git_commit, version_of
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from benchmarks import remake
+from benchmarks.cli import app as cli_bench
+from benchmarks.cli import headwise as bench_headwise
+from benchmarks.cli import kernels as bench_kernels
+from benchmarks.cli import sampler as bench_sampler
+from benchmarks.cli import vllm as bench_vllm
 from benchmarks.remake import BY_HAND, COMMIT, OUTPUT, RECIPES, Recipe, in_parts
-from mrv1.cli import bench as cli_bench
-from mrv1.cli import bench_headwise, bench_kernels, bench_sampler, bench_vllm
-from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = {
@@ -40,7 +42,7 @@ class StopError(Exception):
     """Ends a command once its options are known to be right."""
 
 
-def parsed(mrv1, monkeypatch, folder: Path, name: str) -> Any:  # noqa: F811
+def parsed(run_bench, monkeypatch, folder: Path, name: str) -> Any:
     """Return the benchmark that a recipe's command line makes."""
     found = []
 
@@ -53,7 +55,7 @@ def parsed(mrv1, monkeypatch, folder: Path, name: str) -> Any:  # noqa: F811
     monkeypatch.setattr(RUNS[kind], f"run_{kind}", stop)
     values = {OUTPUT: folder / "x.json", COMMIT: "c0ffee"}
     with pytest.raises(StopError):
-        mrv1("bench", command, *(values.get(each, each) for each in options))
+        run_bench(command, *(values.get(each, each) for each in options))
     return found[0]
 
 
@@ -67,8 +69,10 @@ def test_every_results_file_has_a_recipe_or_a_reason():
 
 
 @pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] == "mrv1"])
-def test_a_recipe_is_a_benchmark_with_options_that_it_takes(mrv1, monkeypatch, tmp_path, name):  # noqa: F811
-    assert parsed(mrv1, monkeypatch, tmp_path, name).commit == "c0ffee"
+def test_a_recipe_is_a_benchmark_with_options_that_it_takes(
+    run_bench, monkeypatch, tmp_path, name
+):
+    assert parsed(run_bench, monkeypatch, tmp_path, name).commit == "c0ffee"
 
 
 @pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] != "mrv1"])
@@ -167,12 +171,12 @@ def test_a_command_that_is_ended_ends_its_own_processes(
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_a_recipe_measures_what_its_file_has(mrv1, monkeypatch, tmp_path, path):  # noqa: F811
+def test_a_recipe_measures_what_its_file_has(run_bench, monkeypatch, tmp_path, path):
     """The number of samples may differ."""
     name = path.stem.removesuffix("-h200").removesuffix("-h100")
     if name not in RECIPES or RECIPES[name].arguments[0] != "mrv1":
         return
-    bench = parsed(mrv1, monkeypatch, tmp_path, name)
+    bench = parsed(run_bench, monkeypatch, tmp_path, name)
     written = json.loads(path.read_text("utf-8"))
     conditions = {"shape": written.get("shape")} | written["conditions"]
     assert conditions

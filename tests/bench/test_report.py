@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mrv1.bench import plot
-from mrv1.bench.plot import cell_label
-from mrv1.bench.report import history, make_report
-from mrv1.bench.report.charts import VLLM_MODES, Chart, Panel, Series, by_kind, charts
-from mrv1.bench.report.draw import digest, draw, drawn_digest
-from mrv1.bench.report.engines import (
+from benchmarks.cli.app import app
+from benchmarks.engines.vllm import MODES
+from benchmarks.report import history, make_report
+from benchmarks.report.charts import VLLM_MODES, Chart, Panel, Series, by_kind, charts
+from benchmarks.report.draw import digest, draw, drawn_digest
+from benchmarks.report.engines import (
     generate_table,
     modes_table,
     runner_table,
@@ -28,7 +28,7 @@ from mrv1.bench.report.engines import (
     timeline_table,
     vllm_table,
 )
-from mrv1.bench.report.features import (
+from benchmarks.report.features import (
     async_table,
     features_table,
     kv_offload_table,
@@ -36,14 +36,13 @@ from mrv1.bench.report.features import (
     speculation_table,
     start_parts_table,
 )
-from mrv1.bench.report.files import MARK, ResultFile, load
-from mrv1.bench.report.kernels import kernel_table, products_table, sampler_table
-from mrv1.bench.report.longest import longest_runs
-from mrv1.bench.report.other import ABOUT, other_file
-from mrv1.bench.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
-from mrv1.bench.report.policies import capacity_table, headwise_table
-from mrv1.bench.vllm import MODES
-from mrv1.cli import app
+from benchmarks.report.files import MARK, ResultFile, load
+from benchmarks.report.kernels import kernel_table, products_table, sampler_table
+from benchmarks.report.longest import longest_runs
+from benchmarks.report.other import ABOUT, other_file
+from benchmarks.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
+from benchmarks.report.plot import cell_label
+from benchmarks.report.policies import capacity_table, headwise_table
 from mrv1.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -146,7 +145,7 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
     options = ["--results", results, "--output", page, "--readme", readme]
 
     def run(*more: str) -> int:
-        return CliRunner().invoke(app, [*map(str, ["bench", "report", *options]), *more]).exit_code
+        return CliRunner().invoke(app, [*map(str, ["report", *options]), *more]).exit_code
 
     assert run("--check") == 1
     assert not page.exists()
@@ -210,16 +209,16 @@ def test_mistakes_are_refused_by_name(tmp_path: Path):
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path):
     (tmp_path / "page.md").symlink_to(tmp_path / "none" / "page.md")
     options = ["--results", str(tmp_path), "--output", str(tmp_path / "page.md")]
-    failed = CliRunner().invoke(app, ["bench", "report", *options])
+    failed = CliRunner().invoke(app, ["report", *options])
     assert failed.exit_code == 1
     assert re.fullmatch(r"error: cannot write '.*/page\.md': No such file.*\n", failed.stderr)
 
 
 def test_a_report_without_matplotlib_is_refused_before_it_is_written(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(plot, "find_spec", lambda _: None)
+    monkeypatch.setattr("mrv1.calibration.plot.find_spec", lambda _: None)
     page = tmp_path / "page.md"
     options = ["--results", str(tmp_path), "--output", str(page)]
-    refused = CliRunner().invoke(app, ["bench", "report", *options], env={"COLUMNS": "200"})
+    refused = CliRunner().invoke(app, ["report", *options], env={"COLUMNS": "200"})
     assert refused.exit_code != 0
     assert "bench report: expected the package matplotlib to be installed" in refused.output
     assert not page.exists()

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from mrv1.bench import RunnerBench, host_clock, run_runner, runner
-from mrv1.bench.engine import start_engine
-from mrv1.bench.first_requests import KINDS
-from mrv1.bench.host_clock import host_times
-from mrv1.bench.runner import queued, steady, step_times
-from mrv1.bench.trace import STEPS_RANGE, Event, StepTrace, summarize, trace_steps
+from benchmarks.engines import runner
+from benchmarks.engines.engine import start_engine
+from benchmarks.engines.first_requests import KINDS
+from benchmarks.engines.runner import RunnerBench, queued, run_runner, steady, step_times
+from benchmarks.measure import host_clock
+from benchmarks.measure.host_clock import host_times
+from benchmarks.measure.trace import STEPS_RANGE, Event, StepTrace, summarize, trace_steps
 from mrv1.engine import EngineCore
 from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import CapacityError, ConfigError, StepError
@@ -54,7 +55,7 @@ HOST_KEYS = {
 def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "WARM_STEPS", 1)
     monkeypatch.setattr(runner, "HOST_WINDOWS", 3)
-    monkeypatch.setattr("mrv1.bench.first_requests.TOKENS", 2)
+    monkeypatch.setattr("benchmarks.engines.first_requests.TOKENS", 2)
 
 
 # --- the trace -----------------------------------------------------------------------------------

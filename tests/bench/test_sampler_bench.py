@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrv1.bench import comparison
-from mrv1.bench.peers.sampler import SAMPLER_PEERS, plain_torch
-from mrv1.bench.report.files import ResultFile
-from mrv1.bench.report.kernels import sampler_table
-from mrv1.bench.sampler import DRAW, SamplerBench, run_sampler
-from mrv1.bench.sampler_cases import CASES, Work, target_us, works
-from mrv1.bench.timing import WrongResultError
-from mrv1.cli import bench_sampler
+from benchmarks.cli import sampler as bench_sampler
+from benchmarks.kernels import comparison
+from benchmarks.kernels.sampler import DRAW, SamplerBench, run_sampler
+from benchmarks.kernels.sampler_cases import CASES, Work, target_us, works
+from benchmarks.measure.timing import WrongResultError
+from benchmarks.peers.sampler import SAMPLER_PEERS, plain_torch
+from benchmarks.report.files import ResultFile
+from benchmarks.report.kernels import sampler_table
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
 from mrv1.kernels.sampling.contracts import TopLogprobs

@@ -19,15 +19,10 @@ import pytest
 import torch
 
 from benchmarks import serving_rows
-from mrv1 import LLM, SamplingParams
-from mrv1.bench import client, serving, serving_run
-from mrv1.bench.child import ChildError
-from mrv1.bench.client import Progress, Served, serve
-from mrv1.bench.machine import Machine
-from mrv1.bench.peers import vllm_serving
-from mrv1.bench.peers.vllm_serving import VLLMServed
-from mrv1.bench.plot import plot_serving
-from mrv1.bench.serving import (
+from benchmarks.engines import client, serving, serving_run
+from benchmarks.engines.client import Progress, Served, serve
+from benchmarks.engines.machine import Machine
+from benchmarks.engines.serving import (
     ServingBench,
     arrivals,
     figures,
@@ -35,10 +30,14 @@ from mrv1.bench.serving import (
     run_serving,
     run_workloads,
 )
-from mrv1.bench.serving_run import CoreServed, ServingJob, WorkloadRuns, measure_serving
-from mrv1.bench.workload import Conversation, Turn
+from benchmarks.engines.serving_run import CoreServed, ServingJob, WorkloadRuns, measure_serving
+from benchmarks.engines.workload import Conversation, Turn
+from benchmarks.measure.child import ChildError
+from benchmarks.peers import vllm_serving
+from benchmarks.peers.vllm_serving import VLLMServed
+from benchmarks.report.plot import plot_serving
+from mrv1 import LLM, SamplingParams
 from mrv1.errors import ConfigError
-from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
 
 SMALL: dict[str, Any] = {
     "shape": None, "model": "tiny", "device": "cpu", "num_conversations": 2, "num_turns": 2,
@@ -525,7 +524,9 @@ def test_fp8_engines_have_an_fp8_cache_and_first_tokens_may_differ_more(
     assert leads[0] > leads[1]
 
 
-def test_ctrl_c_keeps_the_file_and_has_its_exit_code(mrv1, processes, monkeypatch, tmp_path: Path):  # noqa: F811
+def test_ctrl_c_keeps_the_file_and_has_its_exit_code(
+    run_bench, processes, monkeypatch, tmp_path: Path
+):
     faked = serving.run_in_child
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
@@ -536,8 +537,8 @@ def test_ctrl_c_keeps_the_file_and_has_its_exit_code(mrv1, processes, monkeypatc
 
     monkeypatch.setattr(serving, "run_in_child", run)
     target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",
+    result = run_bench(
+        "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",
         "--input-len", "5", "--input-max", "9", "--output-len", "3", "--output-max", "5",
         "--max-num-seqs", "2", "--kv-cache-memory-bytes", "20000000", "--output", target,
     )  # fmt: skip
@@ -545,10 +546,12 @@ def test_ctrl_c_keeps_the_file_and_has_its_exit_code(mrv1, processes, monkeypatc
     assert json.loads(target.read_text("utf-8"))["interrupted"] is True
 
 
-def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
+def test_table_and_file_have_the_same_figures(
+    run_bench, processes: dict[str, Any], tmp_path: Path
+):
     target, picture = tmp_path / "result.json", tmp_path / "plot.png"
-    result = mrv1(
-        "bench", "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",
+    result = run_bench(
+        "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",
         "--input-len", "5", "--input-max", "9", "--output-len", "3", "--output-max", "5",
         "--request-rate", "200", "--goodput", "ttft:100000,tpot:100000", "--repeats", "1",
         "--engines", "mrv1,vllm", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "20000000",
@@ -572,9 +575,9 @@ def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], t
     assert picture.exists()
 
 
-def test_no_engine_at_all_is_a_failure(mrv1, processes: dict[str, Any]):  # noqa: F811
+def test_no_engine_at_all_is_a_failure(run_bench, processes: dict[str, Any]):
     processes["error"] = ChildError("no GPU", [])
-    result = mrv1("bench", "serving", "--engines", "vllm", "--shape", "tiny-random")
+    result = run_bench("serving", "--engines", "vllm", "--shape", "tiny-random")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == "error: no engine could be measured"
 
@@ -590,9 +593,9 @@ def test_no_engine_at_all_is_a_failure(mrv1, processes: dict[str, Any]):  # noqa
         (("--request-rate", "-1"), "request_rate: expected a number > 0, or inf, got -1.0"),
     ],
 )
-def test_a_wrong_argument_is_one_line(mrv1, monkeypatch, arguments, message):  # noqa: F811
+def test_a_wrong_argument_is_one_line(run_bench, monkeypatch, arguments, message):
     monkeypatch.setattr(serving, "version_of", lambda _: None)
-    result = mrv1("bench", "serving", "--shape", "tiny-random", *arguments)
+    result = run_bench("serving", "--shape", "tiny-random", *arguments)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {message}")
     assert len(result.stderr.splitlines()) == 1

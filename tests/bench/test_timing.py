@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mrv1.bench import timing
-from mrv1.bench.timing import Timing, capture, measure, num_launches, on_device, rotation
+from benchmarks.measure import timing
+from benchmarks.measure.timing import Timing, capture, measure, num_launches, on_device, rotation
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

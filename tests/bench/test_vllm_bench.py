@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from mrv1.bench import shape_config, vllm
-from mrv1.bench.attention_case import Cell
-from mrv1.bench.checkpoint import write_checkpoint
-from mrv1.bench.child import ChildError, run_in_child
-from mrv1.bench.floor import step_weight_bytes
-from mrv1.bench.machine import Machine
-from mrv1.bench.peers import vllm_engine
-from mrv1.bench.vllm import VLLMBench, agreement, cell_figures, run_vllm
+from benchmarks.engines import vllm
+from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.engines.machine import Machine
+from benchmarks.engines.vllm import VLLMBench, agreement, cell_figures, run_vllm
+from benchmarks.kernels.attention_case import Cell
+from benchmarks.measure.child import ChildError, run_in_child
+from benchmarks.measure.floor import step_weight_bytes
+from benchmarks.measure.shapes import shape_config
+from benchmarks.peers import vllm_engine
 from mrv1.errors import ConfigError
 from mrv1.models import ModelConfig, random_weights, stored_tensors
 from mrv1.models.weights import checkpoint_tensors
-from tests.cli.conftest import mrv1  # noqa: F401 - a fixture
 
 TINY = shape_config("tiny-random")
 BANDWIDTH = 1e9
@@ -410,10 +410,12 @@ def test_ctrl_c_interrupts_all_that_are_alive(processes: dict[str, Any]):
     assert second == {}
 
 
-def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
+def test_table_and_file_have_the_same_figures(
+    run_bench, processes: dict[str, Any], tmp_path: Path
+):
     target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
+    result = run_bench(
+        "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
         "--repeats", "2", "--output", target,
     )  # fmt: skip
     assert result.exit_code == 0
@@ -434,11 +436,11 @@ def test_table_and_file_have_the_same_figures(mrv1, processes: dict[str, Any], t
     assert "0 of 1 equal, 0 at near ties, 1 different" in result.stdout
 
 
-def test_ctrl_c_keeps_what_was_measured(mrv1, processes: dict[str, Any], tmp_path: Path):  # noqa: F811
+def test_ctrl_c_keeps_what_was_measured(run_bench, processes: dict[str, Any], tmp_path: Path):
     processes["backend-fp8"][-1] = KeyboardInterrupt()
     target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
+    result = run_bench(
+        "vllm", "--shape", "tiny-random", "--cells", "1x8,4x100", "--output-tokens", "5",
         "--repeats", "2", "--output", target,
     )  # fmt: skip
     assert result.exit_code == 130
@@ -454,16 +456,16 @@ def test_ctrl_c_keeps_what_was_measured(mrv1, processes: dict[str, Any], tmp_pat
     ]  # fmt: skip
 
 
-def test_no_mode_at_all_is_a_failure(mrv1, processes: dict[str, Any]):  # noqa: F811
-    result = mrv1("bench", "vllm", "--shape", "tiny-random", "--modes", "backend")
+def test_no_mode_at_all_is_a_failure(run_bench, processes: dict[str, Any]):
+    result = run_bench("vllm", "--shape", "tiny-random", "--modes", "backend")
     assert result.exit_code == 1
     assert "failed: ValueError: no CUSTOM" in result.stdout
     assert result.stderr.splitlines()[-1] == "error: no mode could be measured"
 
 
-def test_without_vllm_one_line_says_what_to_install(mrv1, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_without_vllm_one_line_says_what_to_install(run_bench, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(vllm, "version_of", lambda _: None)
-    result = mrv1("bench", "vllm")
+    result = run_bench("vllm")
     assert result.exit_code == 2
     assert result.stderr == (
         "error: vllm: expected the package vllm to be installed, got none; "

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import recall
-from mrv1.bench.report.files import ResultFile
-from mrv1.bench.report.policies import recall_table
+from benchmarks.report.files import ResultFile
+from benchmarks.report.policies import recall_table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "recall-tiny.json"
 CACHES = ("auto", "fp8_e4m3")

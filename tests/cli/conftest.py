@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from mrv1.cli import app
@@ -22,9 +23,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture
-def mrv1() -> Mrv1:
-    """Return a function that runs the command and raises any exception it does not report."""
+def runner_of(app: typer.Typer) -> Mrv1:
+    """Return a function that runs a command line and raises any exception it does not report."""
 
     def run(*arguments: str | Path) -> Result:
         result = CliRunner().invoke(
@@ -35,3 +35,9 @@ def mrv1() -> Mrv1:
         return result
 
     return run
+
+
+@pytest.fixture
+def mrv1() -> Mrv1:
+    """Return a function that runs mrv1's command."""
+    return runner_of(app)

@@ -1,172 +1,39 @@
-"""``mrv1 bench generate`` and ``mrv1 bench runner``: the file, the tables, and mistakes."""
+"""``mrv1 bench``: the benchmarks of a checkout; elsewhere, where they are."""
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from mrv1.bench import runner
-from mrv1.cli import bench
+import mrv1 as package
 from tests.cli.conftest import Mrv1
 
-SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
-SHAPE_NAMES = "qwen3-0.6b, llama3-8b, tiny-random"
+REPO = Path(__file__).resolve().parents[2]
 
 
-def test_file_and_table_have_the_same_figures(mrv1: Mrv1, tmp_path: Path):
-    target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1", "--batch", "3",
-        "--output", target, "--commit", "abc",
-    )  # fmt: skip
+def test_in_a_checkout_it_runs_the_benchmarks(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", ["mrv1"])
+    result = mrv1("bench", "attention", "--help")
     assert result.exit_code == 0
-    written = json.loads(target.read_text("utf-8"))
-    assert [entry["batch"] for entry in written["results"]] == [1, 3]
-    assert (written["shape"], written["commit"]) == ("tiny-random", "abc")
-    for entry in written["results"]:
-        assert f"{entry['tokens_per_s']:,.1f}" in result.stdout
-        assert f"{entry['decode_step_ms']:.2f}" in result.stdout
-    assert "8 prompt + 4 output tokens" in result.stdout
-    assert f"written to {target}" in result.stderr
+    assert "python -m benchmarks attention" in result.stdout
+    assert "--cells" in result.stdout
+    assert sys.path[0] == str(REPO)
+    refused = mrv1("bench", "attention", "--cells", "none")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: cells: expected BATCHxCONTEXT such as 8x4096")
 
 
-def test_a_checkpoint_can_replace_a_shape(mrv1: Mrv1, checkpoint: str, tmp_path: Path):
-    target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "generate", "--model", checkpoint, *SMALL, "--batch", "2", "--output", target
-    )
-    assert result.exit_code == 0
-    written = json.loads(target.read_text("utf-8"))
-    assert (written["shape"], written["weights"]) == (checkpoint, "checkpoint")
-
-
-def test_cache_options_reach_the_engine(mrv1: Mrv1, tmp_path: Path):
-    """Per vector a scale of 4 bytes and 32 codes of 1 byte, instead of 32 floats of 4 bytes."""
-    results = {}
-    for dtype in ("auto", "fp8_e4m3"):
-        target = tmp_path / f"{dtype}.json"
-        result = mrv1(
-            "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1",
-            "--output", target, "--kv-cache-dtype", dtype,
-        )  # fmt: skip
-        assert result.exit_code == 0
-        assert f"KV cache {dtype}, attention by" in " ".join(result.stdout.split())
-        results[dtype] = json.loads(target.read_text("utf-8"))
-    plain, fp8 = (results[dtype]["results"][0]["kv_bytes"] for dtype in ("auto", "fp8_e4m3"))
-    assert fp8 / plain == (32 + 4) / (32 * 4)
-    assert results["fp8_e4m3"]["conditions"]["kv_scale"] == "token"
-
-
-def test_engine_options_reach_the_file_and_the_table(mrv1: Mrv1, tmp_path: Path):
-    target = tmp_path / "result.json"
-    result = mrv1(
-        "bench", "generate", "--shape", "tiny-random", *SMALL, "--batch", "1", "--output", target,
-        "--deterministic", "--no-overlap", "--no-cuda-graphs", "--enable-prefix-caching",
-    )  # fmt: skip
-    assert result.exit_code == 0
-    conditions = json.loads(target.read_text("utf-8"))["conditions"]
-    assert (conditions["deterministic"], conditions["enable_prefix_caching"]) == (True, True)
-    assert (conditions["overlap"], conditions["cuda_graphs"]) == (False, False)
-    said = " ".join(result.stdout.split())
-    assert "deterministic=True, overlap=False, cuda_graphs=False" in said
-
-
-# --- the runner ----------------------------------------------------------------------------------
-
-RUNNER = ("bench", "runner", "--device", "cpu", "--prompt-tokens", "4", "--steps", "2")
-
-
-@pytest.fixture
-def _few_warm_steps(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runner, "WARM_STEPS", 1)
-
-
-@pytest.mark.usefixtures("_few_warm_steps")
-def test_the_runner_benchmark_on_a_cpu_uses_a_tiny_shape_and_prints_its_tables(
-    mrv1: Mrv1, tmp_path: Path
+def test_elsewhere_it_says_where_the_benchmarks_are(
+    mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    target = tmp_path / "result.json"
-    result = mrv1(*RUNNER, "--output", target)
-    assert result.exit_code == 0
-    written = json.loads(target.read_text("utf-8"))
-    assert written["shape"] == "tiny-random"
-    assert [entry["batch"] for entry in written["results"]] == [1, 4]
-    assert [entry["waiting"] for entry in written["waiting"]] == [0, 100]
-    for entry in written["results"]:
-        assert f"{entry['step_ms']:.3f}" in result.stdout
-        assert f"{entry['deterministic_over_default']:.2f}x" in result.stdout
-    for entry in written["results"] + written["waiting"]:
-        assert f"{entry['host']['execute_us']:.1f}" in result.stdout
-    assert "times mean nothing" in result.stderr
-    assert f"written to {target}" in result.stderr
-
-
-@pytest.mark.usefixtures("_few_warm_steps")
-def test_runner_options_reach_the_benchmark(mrv1: Mrv1, tmp_path: Path, checkpoint: str):
-    target = tmp_path / "result.json"
-    result = mrv1(
-        *RUNNER, "--model", checkpoint, "--batch", "2", "--waiting", "3", "--no-overlap",
-        "--no-compare-deterministic", "--output", target,
-    )  # fmt: skip
-    assert result.exit_code == 0
-    written = json.loads(target.read_text("utf-8"))
-    assert (written["shape"], written["conditions"]["overlap"]) == (checkpoint, False)
-    assert [entry["batch"] for entry in written["results"]] == [2]
-    assert [(entry["batch"], entry["waiting"]) for entry in written["waiting"]] == [(2, 3)]
-    assert written["results"][0]["deterministic_step_ms"] is None
-
-
-def test_the_trace_table_shows_every_figure():
-    """Only the table is tested: the figures of a trace come from a GPU."""
-    trace = {
-        "step_us": 699.3, "idle_share": 0.0346, "idle_between_launches_share": 0.0315,
-        "graph_launches": 1.0, "kernel_launches": 0.25,
-        "host_to_device_copies": 1.5, "device_to_host_copies": 2.0, "event_waits": 0.75,
-        "other_waits": 0.0,
-    }  # fmt: skip
-    table = bench._trace_table({"results": [{"batch": 32, "trace": trace}]})
-    cells = [next(iter(column.cells)) for column in table.columns]
-    assert cells == [
-        "32", "699", "3.5%", "3.1%", "1.00", "0.25", "1.50", "2.00", "0.75", "0.00",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "1"], "steps: expected >= 2, got 1"),
-        (["--waiting", "2", "--waiting", "2"], "waiting: expected different numbers >= 0"),
-        (["--shape", "gpt-5"], f"shape: expected one of {SHAPE_NAMES}, got 'gpt-5'"),
-        (["--device", "tpu"], "device: expected"),
-        (["--output", "/no/x.json"], "--output: expected an existing"),
-    ],
-)
-def test_a_mistake_with_the_runner_is_one_line(mrv1: Mrv1, arguments: list[str], message: str):
-    result = mrv1(*RUNNER, *arguments)
+    monkeypatch.setattr(package, "__file__", str(tmp_path / "mrv1" / "__init__.py"))
+    (tmp_path / "benchmarks").mkdir()  # another project's
+    result = mrv1("bench", "report")
     assert result.exit_code == 2
-    assert result.stdout == ""
-    assert f"error: {message}" in result.stderr
-
-
-# --- mistakes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--attention-backend", "fa3"], "attention_backend: expected one of"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of"),
-        (["--shape", "gpt-5"], f"shape: expected one of {SHAPE_NAMES}, got 'gpt-5'"),
-        (["--shape", "tiny-random", "--model", "x"], "shape, model: expected one of the two"),
-        (["--model", "/nowhere"], "model: expected a checkpoint directory"),
-        (["--shape", "tiny-random", "--batch", "0"], "batch: expected different sizes >= 1"),
-        (["--shape", "tiny-random", "--output", "/no/x.json"], "--output: expected an existing"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(mrv1: Mrv1, arguments: list[str], message: str):
-    result = mrv1("bench", "generate", *SMALL, *arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert f"error: {message}" in result.stderr
+    assert result.stderr == (
+        f"error: mrv1 bench: expected mrv1 to run from a checkout of its repository, got "
+        f"{tmp_path}; the package has no benchmarks: in a checkout, run python -m benchmarks\n"
+    )

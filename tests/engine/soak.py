@@ -30,8 +30,8 @@ import torch
 from safetensors.torch import load_file
 
 from mrv1 import LLM, MultimodalItem, RequestError, SamplingParams
-from mrv1.bench.provenance import provenance
 from mrv1.device import resolve_device
+from mrv1.provenance import provenance
 from tests.models.families import tiny_checkpoint
 
 LIBC = ctypes.CDLL(None)

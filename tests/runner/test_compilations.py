@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.engines.first_requests import KINDS
 from mrv1 import SamplingParams
-from mrv1.bench.first_requests import KINDS
 from mrv1.engine.core import EngineCore
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_cuda_graph import EvenTokens

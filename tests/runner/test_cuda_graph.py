@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.engines.headwise import HeadwiseBench, plant_prefix
 from mrv1 import ModelRunner, SamplingParams, StepPlan
-from mrv1.bench.headwise import HeadwiseBench, plant_prefix
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
 from mrv1.runner.device_step import DeviceStep

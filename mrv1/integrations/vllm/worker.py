@@ -18,7 +18,6 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from mrv1.bench.engine import random_model
 from mrv1.config import checkpoint_dir
 from mrv1.device import memory_bytes
 from mrv1.errors import ConfigError
@@ -28,7 +27,7 @@ from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.requests import Requests, Step
 from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
 from mrv1.integrations.vllm.versions import interface, resolve
-from mrv1.models import DecoderModel, ModelConfig, stored_tensors
+from mrv1.models import DecoderModel, ModelConfig, random_model, stored_tensors
 from mrv1.runner import AsyncOutput, ModelRunner
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from mrv1.bench.child import Send
+from benchmarks.measure.child import Send
 from mrv1.integrations.vllm.options import REQUEST_CHECK
 
 Outputs = Sequence[Sequence[tuple[int, dict[int, float]]]]

@@ -16,17 +16,18 @@ if find_spec("vllm") is None:
 
 import torch
 
+from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.engines.serving import ServingBench
+from benchmarks.engines.serving_run import ServingJob, WorkloadRuns, measure_serving
+from benchmarks.engines.vllm import WORKER, VLLMBench
+from benchmarks.kernels.attention_case import Cell
+from benchmarks.measure.child import run_in_child
+from benchmarks.measure.shapes import SHAPES
 from mrv1 import LLM
-from mrv1.bench.attention_case import Cell
-from mrv1.bench.checkpoint import write_checkpoint
-from mrv1.bench.child import run_in_child
-from mrv1.bench.serving import ServingBench
-from mrv1.bench.serving_run import ServingJob, WorkloadRuns, measure_serving
-from mrv1.bench.shapes import SHAPES
-from mrv1.bench.vllm import WORKER, VLLMBench
 from mrv1.config import checkpoint_dir
 from mrv1.models import ModelConfig
-from tests.cli.conftest import Mrv1, mrv1  # noqa: F401 - a fixture
+from tests.bench.conftest import run_bench  # noqa: F401 - a fixture
+from tests.cli.conftest import Mrv1
 from tests.integrations.vllm.serving import own_tokens
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
@@ -45,13 +46,13 @@ SMALL = (
     ],
 )
 def test_the_workers_first_tokens_are_mrv1s_and_it_has_times(
-    mrv1: Mrv1,  # noqa: F811
+    run_bench: Mrv1,  # noqa: F811
     model: tuple[str, str],
     modes: tuple[str, ...],
     tmp_path: Path,
 ):
     target = tmp_path / "result.json"
-    result = mrv1("bench", "vllm", *model, *SMALL, "--modes", ",".join(modes), "--output", target)
+    result = run_bench("vllm", *model, *SMALL, "--modes", ",".join(modes), "--output", target)
     assert result.exit_code == 0, result.output
     written = json.loads(target.read_text("utf-8"))
     assert written["reference"] == "worker"

@@ -15,8 +15,8 @@ if find_spec("vllm") is None:
 import numpy as np
 import torch
 
-from mrv1.bench.child import ChildError, run_in_child
-from mrv1.bench.vllm import FP8_NEAR_TIE, NEAR_TIES
+from benchmarks.engines.vllm import FP8_NEAR_TIE, NEAR_TIES
+from benchmarks.measure.child import ChildError, run_in_child
 from tests.integrations.vllm.gpu_models import (
     CONFIGS,
     VOCAB,

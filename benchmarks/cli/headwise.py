@@ -1,0 +1,133 @@
+"""``mrv1 bench capacity`` and ``mrv1 bench headwise``: what a head policy gains."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from rich.table import Table
+
+from benchmarks.cli.kernels import Output
+from benchmarks.engines.capacity import run_capacity
+from benchmarks.engines.headwise import HeadwiseBench, run_headwise
+from benchmarks.engines.headwise_options import VARIANTS, HeadwiseOptions
+from benchmarks.measure.shapes import SHAPES
+from mrv1.cli.console import say, show_table
+from mrv1.cli.options import FieldsOf, command, words
+from mrv1.cli.results import check_target, write_result
+
+NAMES = {"policy": "head-policy"}
+HELP = {
+    "shape": f"Model shape to run with random weights: {', '.join(SHAPES)}.",
+    "policy": "Head policy: a rule such as ratio=0.5,window=256,sink=64, a JSON file, or a folder "
+    "(DuoAttention pattern or checkpoint). Default: made from --streaming-ratio.",
+    "streaming_ratio": "Share of each layer's KV heads that stream.",
+    "window": "Last tokens that a streaming head sees, the current one included.",
+    "sink": "First tokens, which a streaming head always sees.",
+    "full_layers_every": "Keep all heads full in every n-th layer. Default: in none.",
+    "variants": f"Caches to compare, comma-separated: {', '.join(VARIANTS)}. uniform: without the "
+    "policy; masked: all pages are read, and masked by the policy; kept: pages that no head sees "
+    "are skipped, but keep their blocks; discrete: the same with a table for each head; recycled: "
+    "blocks return to the pool.",
+    "kv_cache_memory_bytes": "Bytes of each cache. Default: the memory that the GPU has left.",
+    "prompt_tokens": "Tokens of each prompt.",
+    "output_tokens": "Tokens to generate for each prompt.",
+    "num_requests": "Requests, all added at once.",
+    "seed": "Seed of weights and prompts.",
+    "commit": "Commit to record in the result. Default: from git.",
+}
+PARSERS = {"policy": str, "variants": words}
+
+
+def _interval(saving: dict[str, float] | None) -> str:
+    return "" if saving is None else f"\n{saving['low']:.1%} to {saving['high']:.1%}"
+
+
+@command
+def capacity(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=HeadwiseOptions,
+            names=NAMES,
+            help=HELP,
+            parsers=PARSERS,
+            defaults={
+                "variants": "uniform,recycled,uniform-fp8,recycled-fp8",
+                "max_num_seqs": 64,
+            },
+        ),
+    ],
+    output: Output = None,
+) -> None:
+    """Count the requests that fit the KV cache, without and with a head policy, fp8 or not."""
+    bench = HeadwiseOptions(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_capacity(bench, say)
+    write_result(result, output)
+    table = Table(
+        title=f"{result['shape']}, {bench.context:,} tokens a request, "
+        f"on {result['device']['name']}"
+    )
+    for name in ("cache", "GiB", "GiB a request", "predicted", "requests", "ratio", "longest"):
+        table.add_column(name, justify="left" if name == "cache" else "right")
+    for entry in result["results"]:
+        table.add_row(
+            entry["variant"],
+            f"{entry['kv_cache']['allocated_bytes'] / 2**30:.2f}",
+            f"{sum(entry['request_bytes']) / 2**30:.3f}",
+            str(entry["predicted_requests"]),
+            str(entry["requests"]),
+            "-" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
+            f"{entry['longest_context']:,}",
+        )
+    show_table(table)
+
+
+@command
+def headwise(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=HeadwiseBench,
+            names=NAMES,
+            help=HELP,
+            parsers=PARSERS,
+            defaults={
+                "variants": "uniform,kept,recycled",
+                "context": 32_768,
+                "max_num_seqs": 64,
+                "output_tokens": 256,
+                "num_requests": 16,
+            },
+        ),
+    ],
+    output: Output = None,
+) -> None:
+    """Serve the same requests without a head policy, and with one, recycling off and on."""
+    bench = HeadwiseBench(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_headwise(bench, say)
+    write_result(result, output)
+    table = Table(
+        title=f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
+        f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
+        caption="crowded: tokens/s while requests wait; ratio to the first row, above 1 is "
+        "better; percentages: what it saves of the first row's time, 95% interval over the runs",
+    )
+    for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):
+        table.add_column(name, justify="left" if name == "cache" else "right")
+    for entry in result["results"]:
+        crowded = "-"
+        if entry["crowded_ratio"] is not None:
+            crowded = f"{entry['crowded_tokens_per_s']:,.0f} {entry['crowded_ratio']:.2f}x"
+        table.add_row(
+            entry["variant"],
+            f"{entry['tokens_per_s']:,.0f} {entry['throughput_ratio']:.2f}x",
+            crowded,
+            f"{entry['first_token_ms']:,.0f} {entry['first_token_speedup']:.2f}x"
+            + _interval(entry["first_token_saving"]),
+            f"{entry['between_tokens_ms']:.2f} {entry['between_tokens_speedup']:.2f}x"
+            + _interval(entry["between_tokens_saving"]),
+            f"{entry['num_preemptions']:.0f}",
+        )
+    show_table(table)

@@ -1,0 +1,202 @@
+"""``mrv1 bench attention`` and ``mrv1 bench kv-write``: one kernel at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.kernels.attention import run_attention
+from benchmarks.kernels.attention_case import Cell
+from benchmarks.kernels.attention_options import AttentionBench
+from benchmarks.kernels.kv_write import KVWriteBench, run_kv_write
+from benchmarks.report.plot import cell_label, plot_attention
+from mrv1.calibration.plot import require_matplotlib
+from mrv1.cli.console import say, show_table
+from mrv1.cli.options import FieldsOf, command, counts, words
+from mrv1.cli.results import check_target, write_result
+
+Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
+NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
+HELP = {
+    "dtype": "Dtype of the inputs: float32, float16 or bfloat16.",
+    "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head; "
+    "one variant has a scale per quarter of a block and head.",
+    "num_q_heads": "Query heads.",
+    "num_kv_heads": "KV heads.",
+    "head_dim": "Elements per head.",
+    "peers": "Other implementations to measure too, comma-separated; '' for none.",
+    "repeats": "Timed samples of each implementation.",
+    "seed": "Seed of the random data.",
+    "commit": "Commit to record in the result. Default: from git.",
+}
+
+
+def _cells(text: str) -> tuple[Cell, ...]:
+    return tuple(Cell.parse(cell) for cell in text.split(",") if text)
+
+
+@command
+def attention(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=AttentionBench,
+            names=NAMES,
+            help=HELP
+            | {
+                "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096; 4x16384+60x2048 adds 60 "
+                "decodes to a prefill. Default: a grid.",
+                "query_len": "Tokens a prefill computes, the last of each request. Default: all.",
+            },
+            parsers={"cells": _cells, "peers": words},
+        ),
+    ],
+    output: Output = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="PNG file: copy-bandwidth share per cell.")
+    ] = None,
+) -> None:
+    """Measure paged attention over a grid of batches and contexts, against the copy bandwidth.
+
+    The copy bandwidth is measured first: bytes read and written by a copy of 1 GiB on the GPU.
+    """
+    bench = AttentionBench(**options)
+    check_target("--output", output)
+    check_target("--plot", plot)
+    if plot is not None:
+        require_matplotlib()
+    result: dict[str, Any] = run_attention(bench, say)
+    write_result(result, output)
+    if plot is not None:
+        plot_attention(result, plot)
+        say(f"plotted to {plot}")
+    for name, version in result["peers"].items():
+        say(f"peer {name}: {version}")
+    for name, why, where in _failures(result):
+        say(f"peer {name} {where}: {why}")
+    for name, mean in result["geometric_mean_over_ours"].items():
+        say(f"{name}: {mean:.2f} times our time, geometric mean over the cells that it ran")
+    show_table(_attention_table(result))
+
+
+@command
+def kv_write(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=KVWriteBench,
+            names=NAMES,
+            help=HELP
+            | {
+                "tokens": "Tokens per write, comma-separated.",
+                "slot_order": "Random order of tokens, or of blocks, each filled in order.",
+            },
+            parsers={"tokens": partial(counts, "tokens"), "peers": words},
+        ),
+    ],
+    output: Output = None,
+) -> None:
+    """Measure the KV cache write from a fused qkv, against the copy bandwidth."""
+    bench = KVWriteBench(**options)
+    check_target("--output", output)
+    result: dict[str, Any] = run_kv_write(bench, say)
+    write_result(result, output)
+    for name, version in result["peers"].items():
+        say(f"peer {name}: {version}")
+    for name, why, where in _failures(result, "{tokens} tokens"):
+        say(f"peer {name} {where}: {why}")
+    show_table(_kv_write_table(result))
+
+
+def _failures(
+    result: dict[str, Any], entry_name: str = "{batch} x {context}"
+) -> list[tuple[str, str, str]]:
+    """Return (peer, reason, where) of the failures; cells with one reason share an entry."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for entry in result["results"]:
+        for failure in entry["failed_peers"].items():
+            cells.setdefault(failure, []).append(entry_name.format(**entry))
+
+    def where(names: list[str]) -> str:
+        return "everywhere" if len(names) == len(result["results"]) else f"at {', '.join(names)}"
+
+    return [(name, why, where(names)) for (name, why), names in cells.items()]
+
+
+def _attention_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    prefill = result["mode"] == "prefill"
+    table = Table(
+        title=f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
+        f"{_where(result)}",
+        caption=f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
+        f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
+        f"{conditions['repeats']} samples; ratio = time over mrv1's time",
+    )
+    last = "TFLOP/s" if prefill else "share"
+    for heading in ("batch x context", "kernel", "median us", "MB moved", last, "ratio", "error"):
+        name = heading == "kernel"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
+    for entry in result["results"]:
+        table.add_section()
+        cell = cell_label(entry)
+        for number, (name, variant) in enumerate(entry["variants"].items()):
+            ratio = entry["peer_time_over_ours"].get(name)
+            table.add_row(
+                "" if number else cell,
+                name,
+                f"{variant['median_us']:.1f}",
+                f"{variant['bytes_moved'] / 1e6:.2f}",
+                _rate(variant, prefill=prefill),
+                "-" if ratio is None else f"{ratio:.2f}",
+                f"{variant['relative_error']:.1e}",
+            )
+    return table
+
+
+def _rate(variant: dict[str, Any], *, prefill: bool) -> str:
+    """Return the figure that limits the mode: TFLOP/s of prefill, bandwidth share of decode."""
+    if prefill:
+        flops = variant["flops_per_s"]
+        return "-" if flops is None else f"{flops / 1e12:.0f}"
+    share = variant["share_of_copy_bandwidth"]
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _kv_write_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    table = Table(
+        title=f"KV cache write, {result['dtype']}, KV cache {result['kv_dtype']}, "
+        f"{_where(result)}",
+        caption=f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
+        f"{conditions['block_size']}; medians of {conditions['repeats']} samples; ratio = "
+        f"time over mrv1's time; checked: {conditions['check']}",
+    )
+    for heading in ("tokens", "kernel", "median us", "p20", "p80", "MB moved", "share", "ratio"):
+        name = heading == "kernel"
+        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
+    for entry in result["results"]:
+        table.add_section()
+        for number, (name, variant) in enumerate(entry["variants"].items()):
+            ratio = entry["peer_time_over_ours"].get(name)
+            table.add_row(
+                "" if number else str(entry["tokens"]),
+                name,
+                f"{variant['median_us']:.2f}",
+                f"{variant['p20_us']:.2f}",
+                f"{variant['p80_us']:.2f}",
+                f"{variant['bytes_moved'] / 1e6:.3f}",
+                _rate(variant, prefill=False),
+                "-" if ratio is None else f"{ratio:.2f}",
+            )
+    return table
+
+
+def _where(result: dict[str, Any]) -> str:
+    bandwidth = result["copy_bandwidth_bytes_per_s"]
+    copies = "" if bandwidth is None else f", copies {bandwidth / 1e12:.2f} TB/s"
+    return f"{result['device']['name']}, {result['path']} path{copies}"

@@ -1,0 +1,145 @@
+"""``mrv1 bench serving``: requests as users send them, with mrv1 and vLLM."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.cli.kernels import Output
+from benchmarks.engines.serving import ENGINES, ServingBench, arrivals, run_serving
+from benchmarks.engines.vllm import describe
+from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.plot import plot_serving
+from mrv1.calibration.plot import require_matplotlib
+from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
+from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
+from mrv1.cli.results import check_target, write_result
+from mrv1.errors import ConfigError
+
+DEFAULT_SHAPE = "qwen3-0.6b"
+HELP = {
+    "model": f"Model to run instead of --shape. {MODEL_HELP}",
+    "engines": f"What to measure, comma-separated: {', '.join(ENGINES)}. mrv1-fp8: with an fp8 KV "
+    "cache.",
+    "peak_share": "Let conversations arrive at this share of the first engine's peak: of what it "
+    "serves per second when all arrive at once.",
+    "goodput": "Limits in milliseconds that a good request meets, such as ttft:500,tpot:50: first "
+    "token (ttft), mean time between its tokens (tpot), last token (e2el).",
+    "lengths": 'File of recorded lengths to use instead, a line {"input_len": N, "output_len": N} '
+    "for each request; the turns of a conversation follow each other.",
+    "top_p": "Draw from the likeliest tokens with this probability together.",
+    "top_k": "Draw from this many likeliest tokens; -1 = from all.",
+    "commit": "Commit to record in the result. Default: from git.",
+}
+
+
+def _limits(text: str) -> tuple[tuple[str, float], ...]:
+    """Return the limits of ``--goodput``.
+
+    Raises:
+        ConfigError: a part is not NAME:MILLISECONDS.
+    """
+    limits = []
+    for word in words(text):
+        name, _, number = word.partition(":")
+        try:
+            limits.append((name, float(number)))
+        except ValueError as error:
+            raise ConfigError(
+                f"goodput: expected NAME:MILLISECONDS such as ttft:500, got {word!r}"
+            ) from error
+    return tuple(limits)
+
+
+@command
+def serving(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(
+            cls=ServingBench,
+            help=HELP,
+            parsers={"engines": words, "goodput": _limits, "lengths": Path},
+        ),
+    ],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
+            f"Default without --model: {DEFAULT_SHAPE}."
+        ),
+    ] = None,
+    output: Output = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, help="PNG file: distributions of the times of tokens."),
+    ] = None,
+) -> None:
+    """Serve requests of different lengths, at a rate or all at once, in conversations or alone.
+
+    Each engine runs in a process of its own, on the same checkpoint and the same requests. Before
+    the times, the first tokens of the engines are compared.
+    """
+    if shape is None and "model" not in options:
+        shape = DEFAULT_SHAPE
+    bench = ServingBench(shape=shape, **options)
+    check_target("--output", output)
+    check_target("--plot", plot)
+    if plot is not None:
+        require_matplotlib()
+    result = run_serving(bench, say)
+    write_result(result, output)
+    if plot is not None:
+        plot_serving(result, plot)
+        say(f"plotted to {plot}")
+    show_table(_table(result))
+    for engine, ratios in result["over_vllm"].items():
+        for name, ratio in (ratios or {}).items():
+            say(f"{engine} over vLLM, {name}: {ratio:.2f}x")
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    if not any(measured["figures"] for measured in result["results"].values()):
+        say("error: no engine could be measured")
+        raise typer.Exit(FAILURE)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    when = arrivals(result)
+    table = Table(
+        title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
+        f"{result['device']['name']}: {conditions['num_conversations']} conversations of "
+        f"{conditions['num_turns']} turns, {when}",
+        caption=f"{conditions['new_input_tokens']:,} input + {conditions['output_tokens']:,} "
+        f"output tokens, at most {conditions['max_num_seqs']} requests at a time; medians of "
+        f"{conditions['repeats']} runs; TTFT: time to first token; ITL: between tokens; good/s: "
+        "requests within the limits of --goodput per second",
+    )
+    headings = (
+        "engine", "output tokens/s", "all tokens/s", "requests/s", "good/s", "TTFT ms", "p99",
+        "ITL ms", "p99", "first tokens",
+    )  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    for name, measured in result["results"].items():
+        found = measured["figures"]
+        if found is None:
+            table.add_row(name, f"failed: {measured['error']}")
+            continue
+        agreed = measured["agreement"]
+        table.add_row(
+            name,
+            f"{found['output_throughput']:,.0f}",
+            f"{found['total_token_throughput']:,.0f}",
+            f"{found['request_throughput']:,.2f}",
+            "-" if found["request_goodput"] is None else f"{found['request_goodput']:,.2f}",
+            *(
+                "-" if found[times] is None else f"{found[times][key]:,.1f}"
+                for times in ("ttft_ms", "itl_ms")
+                for key in ("median", "p99")
+            ),
+            "-" if agreed is None else describe(agreed),
+        )
+    return table

@@ -1,0 +1,118 @@
+"""``mrv1 bench vllm``: vLLM alone, with mrv1's attention backend, with mrv1's worker."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.cli.kernels import Output
+from benchmarks.engines.vllm import MODES, VLLMBench, describe, run_vllm
+from benchmarks.kernels.attention_case import Cell
+from benchmarks.measure.shapes import SHAPES
+from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
+from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
+from mrv1.cli.results import check_target, write_result
+
+DEFAULT_SHAPE = "qwen3-0.6b"
+HELP = {
+    "model": f"Model to run instead of --shape. {MODEL_HELP}",
+    "modes": f"What to measure, comma-separated: {', '.join(MODES)}. backend: vLLM with mrv1's "
+    "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache. The first one "
+    "that starts is what the others are compared with.",
+    "cells": "BATCHxPROMPT pairs, such as 1x128,32x8192: concurrent requests, and the tokens of "
+    "each prompt.",
+    "commit": "Commit to record in the result. Default: from git.",
+}
+
+
+def _cells(text: str) -> tuple[Cell, ...]:
+    return tuple(Cell.parse(cell) for cell in text.split(",") if text)
+
+
+@command
+def vllm(
+    options: Annotated[
+        dict[str, Any],
+        FieldsOf(cls=VLLMBench, help=HELP, parsers={"modes": words, "cells": _cells}),
+    ],
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
+            f"Default without --model: {DEFAULT_SHAPE}."
+        ),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Measure vLLM alone, with mrv1's attention backend and with mrv1's worker.
+
+    Each runs in processes of its own, on the same checkpoint and the same requests. Before the
+    times, its first tokens are compared with those of vLLM alone. Needs vLLM; on a CPU only the
+    worker runs.
+    """
+    if shape is None and "model" not in options:
+        shape = DEFAULT_SHAPE
+    bench = VLLMBench(shape=shape, **options)
+    check_target("--output", output)
+    result = run_vllm(bench, say)
+    write_result(result, output)
+    show_table(_modes_table(result))
+    show_table(_cells_table(result))
+    if result["interrupted"]:
+        raise typer.Exit(INTERRUPTED)
+    if result["reference"] is None:
+        say("error: no mode could be measured")
+        raise typer.Exit(FAILURE)
+
+
+def _modes_table(result: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
+        f"{result['device']['name']}, vLLM {result['peers']['vllm']}",
+        caption=f"first tokens are compared with those of {result['reference']}; near tie: "
+        "rounding can swap the two best tokens",
+    )
+    table.add_column("mode")
+    table.add_column("start s", justify="right")
+    table.add_column("first tokens")
+    for name, mode in result["modes"].items():
+        said = "-" if mode["agreement"] is None else describe(mode["agreement"])
+        if mode["error"] is not None:
+            said = f"failed: {mode['error']}"
+        table.add_row(name, _optional(mode["start_s"], "{:.1f}"), said)
+    return table
+
+
+def _cells_table(result: dict[str, Any]) -> Table:
+    conditions = result["conditions"]
+    table = Table(
+        title="requests x prompt tokens",
+        caption=f"{conditions['output_tokens']} output tokens, greedy; medians of "
+        f"{conditions['repeats'] * conditions['rounds']} runs"
+        f"{', the modes in turns' if conditions['in_turns'] else ''}; TTFT: time to first token, "
+        "median of the requests; TPOT: time per output token; share: memory floor / TPOT; ratio: "
+        f"times as fast as {result['reference']}",
+    )
+    for heading in (
+        "cell", "mode", "tokens/s", "ratio", "TTFT ms", "TPOT ms", "ratio", "share",
+    ):  # fmt: skip
+        table.add_column(heading, justify="left" if heading in ("cell", "mode") else "right")
+    for entry in result["results"]:
+        for name, figures in entry["modes"].items():
+            table.add_row(
+                f"{entry['batch']}x{entry['prompt_tokens']}",
+                name,
+                f"{figures['tokens_per_s']:,.0f}",
+                _optional(figures["speedup"], "{:.2f}x"),
+                f"{figures['ttft_ms']:.1f}",
+                f"{figures['tpot_ms']:.3f}",
+                _optional(figures["tpot_speedup"], "{:.2f}x"),
+                _optional(figures["share_of_floor"], "{:.0%}"),
+            )
+    return table
+
+
+def _optional(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

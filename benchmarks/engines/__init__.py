@@ -1,0 +1,1 @@
+"""Whole engines: steps, requests, serving, and vLLM on the same checkpoint."""

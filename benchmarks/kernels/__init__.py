@@ -1,0 +1,1 @@
+"""One kernel at a time, compared with its oracle and its peers."""
