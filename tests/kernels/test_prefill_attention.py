@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, attention, reference
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
+from mrv1.kernels.attention import prefill
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig, prefills_decodes_too
@@ -323,8 +324,8 @@ def test_streaming_heads_are_computed_apart_where_full_heads_take_another_kernel
         patch.setattr(prefill_attention, "fits_warp_groups", lambda *_, **__: True)
         for name in ("hopper", "hopper_fp8", "hopper_queue"):
             stand_in = SimpleNamespace(launch=launch)
-            patch.setattr(attention, name, stand_in, raising=False)
-            patch.setitem(sys.modules, f"{attention.__name__}.{name}", stand_in)
+            patch.setattr(prefill, name, stand_in, raising=False)
+            patch.setitem(sys.modules, f"{prefill.__name__}.{name}", stand_in)
         got = run_prefill(kernels, case, q, splits=splits)
     assert launched == ([1] if any(query_lens) else [])
     rows, oracle, want = slice(-1), run_prefill(reference, case, q), exact(case, q)
