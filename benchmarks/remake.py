@@ -1,7 +1,7 @@
-"""Make results files again, one after the other: all, some, or those older than the code.
+"""Make results files again, one after the other: all or some.
 
 python -m benchmarks.remake FOLDER [NAME ...] [--suffix h200] [--part 1/2] [--seconds 500]
-python -m benchmarks.remake benchmarks/results --older --list
+python -m benchmarks.remake benchmarks/results --list
 
 Each file is written by a command with its workload, see ``RECIPES``, in a process of its own; the
 number of samples may differ. A command that fails is named at the end; the others run all the
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.report.files import load
 from mrv1.cli.console import INTERRUPTED
 
 OUTPUT, COMMIT = "{output}", "{commit}"
@@ -51,10 +50,10 @@ class Recipe:
 
 
 def bench(name: str, options: str, seconds: float, *needs: str) -> Recipe:
-    """Return the recipe of ``mrv1 bench NAME`` with options in one text."""
+    """Return the recipe of ``python -m benchmarks NAME`` with options in one text."""
     given = [each.replace("''", "") for each in options.split()]
     return Recipe(
-        ("mrv1", "bench", name, *given, "--output", OUTPUT, "--commit", COMMIT), seconds, needs
+        ("benchmarks", name, *given, "--output", OUTPUT, "--commit", COMMIT), seconds, needs
     )
 
 
@@ -280,7 +279,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path, help="where the files are written")
     parser.add_argument("names", nargs="*", help=f"of {', '.join(RECIPES)}; default: all")
     parser.add_argument("--suffix", default="h200", help="of the names of the files")
-    parser.add_argument("--older", action="store_true", help="only files older than the code")
     parser.add_argument("--part", default="1/1", help="I/N: the I-th of N parts")
     parser.add_argument("--seconds", type=float, help="time for all")
     parser.add_argument("--list", action="store_true", help="print the commands, run none")
@@ -300,15 +298,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def chosen(options: argparse.Namespace) -> list[str]:
     """Return the names of the recipes to run, the shortest first."""
-    names = options.names or list(RECIPES)
-    if options.older:
-        files = {file.stem: file for file in load(options.folder)}
-        current = {
-            name for name in names
-            if (file := files.get(f"{name}-{options.suffix}")) and file.is_older is False
-        }  # fmt: skip
-        names = [name for name in names if name not in current]
-    names = sorted(names, key=lambda name: -RECIPES[name].seconds)
+    names = sorted(options.names or RECIPES, key=lambda name: -RECIPES[name].seconds)
     part, count = options.part
     return in_parts(names, count)[part - 1][::-1]
 

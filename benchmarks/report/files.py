@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report.history import has_changed, measured_code
 from mrv1.errors import ConfigError
 
 OURS = "mrv1"
-
-MARK = "; **the measured code has changed since**"
-"""Follows the commit of a file that is older than the code it measures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +20,6 @@ class ResultFile:
     name: str
     """Without its folder."""
     result: dict[str, Any]
-    is_older: bool | None
-    """Whether the measured code has changed since; None if that is unknown."""
 
     @property
     def stem(self) -> str:
@@ -44,7 +38,7 @@ class ResultFile:
 
     @property
     def origin(self) -> str:
-        """The commit and the date of the measurement; whether the code has changed since."""
+        """The commit and the date of the measurement."""
         commits = [
             f"{name} {str(self.result[name])[:12]}"
             for name in ("commit", "before", "after")
@@ -52,7 +46,7 @@ class ResultFile:
         ]
         date = self.result.get("date")
         parts = [*(commits or ["commit unknown"]), *([date] if date else [])]
-        return ", ".join(parts) + (MARK if self.is_older else "")
+        return ", ".join(parts)
 
     @property
     def device(self) -> str:
@@ -79,12 +73,7 @@ def _load(path: Path) -> ResultFile:
         raise ConfigError(f"{path}: expected JSON, got {error}") from error
     if not isinstance(result, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(result).__name__}")
-    file = ResultFile(path.name, result, None)
-    commit = str(result.get("commit") or "").removesuffix("-dirty")
-    if not commit:
-        return file
-    code = measured_code(file.kind, result.get("mode"))
-    return ResultFile(path.name, result, has_changed(commit, code))
+    return ResultFile(path.name, result)
 
 
 def devices(files: Iterable[ResultFile]) -> str:

@@ -30,7 +30,7 @@ from benchmarks.report.features import (
     speculation_table,
     start_parts_table,
 )
-from benchmarks.report.files import MARK, ResultFile, load, table
+from benchmarks.report.files import ResultFile, load, table
 from benchmarks.report.kernels import kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
@@ -42,10 +42,9 @@ NONE_YET = "Nothing has been measured yet."
 HEAD = """# Measured results
 
 Written by `mrv1 bench report` from the JSON files of `{folder}`: not edited by hand. A line below
-each table names the file, the device, the conditions and the commit. Where it says that **the
-measured code has changed since**, the figures are of that commit, and later code may be faster or
-slower; it says so too where the history lacks that commit. In a table of kernels, the column of
-another variant is that variant's time over ours: above 1, mrv1 is faster."""
+each table names the file, the device, the conditions and the commit: the figures are of that
+commit, and later code may be faster or slower. In a table of kernels, the column of another
+variant is that variant's time over ours: above 1, mrv1 is faster."""
 
 Table = Callable[[ResultFile], str]
 SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
@@ -80,16 +79,17 @@ class Report:
     pictures: dict[Path, Chart]
     folder: Path
     """Of the pictures."""
-    are_ages_known: bool
-    """Whether git knows the commit of every results file."""
 
     def differences(self) -> list[Path]:
         """Return the files that differ from the report, are missing, or show what is gone.
 
-        Pictures are compared by the data in them, as every matplotlib draws other bytes. Where git
-        lacks a commit, the marks of older files are not compared.
+        Pictures are compared by the data in them, as every matplotlib draws other bytes.
         """
-        found = [path for path, text in self.texts.items() if not self._is_equal(path, text)]
+        found = [
+            path
+            for path, text in self.texts.items()
+            if not path.is_file() or path.read_text("utf-8") != text
+        ]
         for path, chart in self.pictures.items():
             if not path.is_file() or drawn_digest(path.read_text("utf-8")) != digest(chart):
                 found.append(path)
@@ -105,14 +105,6 @@ class Report:
             path.write_text(draw(chart), encoding="utf-8")
         for path in self._leftover():
             path.unlink()
-
-    def _is_equal(self, path: Path, text: str) -> bool:
-        if not path.is_file():
-            return False
-        written = path.read_text("utf-8")
-        if not self.are_ages_known:
-            written, text = written.replace(MARK, ""), text.replace(MARK, "")
-        return written == text
 
     def _leftover(self) -> list[Path]:
         """Return the pictures that an earlier report has drawn and this one lacks."""
@@ -147,8 +139,7 @@ def make_report(results: Path, output: Path, readme: Path | None = None) -> Repo
             raise ConfigError(f"--readme: expected an existing file, got {readme}")
         excerpt = _excerpt(known, pictures, readme.parent)
         texts[readme] = with_excerpt(readme.read_text("utf-8"), excerpt)
-    are_known = all(file.is_older is not None for file in files if file.result.get("commit"))
-    return Report(texts, pictures, folder, are_known)
+    return Report(texts, pictures, folder)
 
 
 def _check_fields(files: Sequence[ResultFile], results: Path) -> None:

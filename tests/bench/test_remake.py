@@ -12,7 +12,6 @@ from dataclasses import fields
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def parsed(run_bench, monkeypatch, folder: Path, name: str) -> Any:
         found.append(bench)
         raise StopError
 
-    _, _, command, *options = RECIPES[name].arguments
+    _, command, *options = RECIPES[name].arguments
     kind = command.replace("-", "_")
     monkeypatch.setattr(RUNS[kind], f"run_{kind}", stop)
     values = {OUTPUT: folder / "x.json", COMMIT: "c0ffee"}
@@ -68,14 +67,18 @@ def test_every_results_file_has_a_recipe_or_a_reason():
     assert all(any(name.startswith(start) for name in names) for start in BY_HAND)
 
 
-@pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] == "mrv1"])
+@pytest.mark.parametrize(
+    "name", [n for n, each in RECIPES.items() if each.arguments[0] == "benchmarks"]
+)
 def test_a_recipe_is_a_benchmark_with_options_that_it_takes(
     run_bench, monkeypatch, tmp_path, name
 ):
     assert parsed(run_bench, monkeypatch, tmp_path, name).commit == "c0ffee"
 
 
-@pytest.mark.parametrize("name", [n for n, each in RECIPES.items() if each.arguments[0] != "mrv1"])
+@pytest.mark.parametrize(
+    "name", [n for n, each in RECIPES.items() if each.arguments[0] != "benchmarks"]
+)
 def test_a_recipe_is_a_script_with_options_that_it_takes(monkeypatch, tmp_path, name):
     module, *options = RECIPES[name].arguments
     script, found = import_module(module), []
@@ -174,7 +177,7 @@ def test_a_command_that_is_ended_ends_its_own_processes(
 def test_a_recipe_measures_what_its_file_has(run_bench, monkeypatch, tmp_path, path):
     """The number of samples may differ."""
     name = path.stem.removesuffix("-h200").removesuffix("-h100")
-    if name not in RECIPES or RECIPES[name].arguments[0] != "mrv1":
+    if name not in RECIPES or RECIPES[name].arguments[0] != "benchmarks":
         return
     bench = parsed(run_bench, monkeypatch, tmp_path, name)
     written = json.loads(path.read_text("utf-8"))
@@ -186,13 +189,8 @@ def test_a_recipe_measures_what_its_file_has(run_bench, monkeypatch, tmp_path, p
             assert conditions[field.name] in (found, UNUSED.get(field.name, found)), field.name
 
 
-def test_only_files_older_than_the_code_are_made_again(monkeypatch, tmp_path):
+def test_parts_share_all_recipes_the_shortest_first(monkeypatch, tmp_path):
     monkeypatch.setattr(remake, "RECIPES", {n: Recipe((), 1) for n in "abcd"})
-    ages = {"a": True, "b": False, "c": None}
-    files = [SimpleNamespace(stem=f"{name}-h200", is_older=age) for name, age in ages.items()]
-    monkeypatch.setattr(remake, "load", lambda _: files)
-    options = remake.parse([str(tmp_path), "--older"])
-    assert remake.chosen(options) == ["d", "c", "a"]
     parts = [remake.parse([str(tmp_path), "--part", f"{part}/2"]) for part in (1, 2)]
     assert [remake.chosen(part) for part in parts] == [["c", "a"], ["d", "b"]]
 

@@ -1,10 +1,9 @@
-"""``mrv1 bench report``: what is written equals the files; tables, pictures, ages, mistakes."""
+"""``mrv1 bench report``: what is written equals the files; tables, pictures, mistakes."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.cli.app import app
 from benchmarks.engines.vllm import MODES
-from benchmarks.report import history, make_report
+from benchmarks.report import make_report
 from benchmarks.report.charts import VLLM_MODES, Chart, Panel, Series, by_kind, charts
 from benchmarks.report.draw import digest, draw, drawn_digest
 from benchmarks.report.engines import (
@@ -36,7 +35,7 @@ from benchmarks.report.features import (
     speculation_table,
     start_parts_table,
 )
-from benchmarks.report.files import MARK, ResultFile, load
+from benchmarks.report.files import ResultFile, load
 from benchmarks.report.kernels import kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import ABOUT, other_file
@@ -87,10 +86,8 @@ def _result(**changes: Any) -> dict[str, Any]:
     return result | changes
 
 
-def _file(
-    result: dict[str, Any], name: str = "x.json", is_older: bool | None = None
-) -> ResultFile:
-    return ResultFile(name, result, is_older)
+def _file(result: dict[str, Any], name: str = "x.json") -> ResultFile:
+    return ResultFile(name, result)
 
 
 # --- the report that is written -----------------------------------------------------------------
@@ -171,18 +168,6 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
     assert NONE_YET in readme.read_text()
 
 
-def test_marks_are_not_compared_where_git_lacks_a_commit(tmp_path: Path):
-    (tmp_path / "generate.json").write_text(json.dumps(_result()))
-    page = tmp_path / "page.md"
-    report = make_report(tmp_path, page)
-    report.write()
-    page.write_text(page.read_text().replace(ORIGIN, f"{ORIGIN[:-1]}{MARK}."))
-    assert MARK in page.read_text()
-    assert report.differences() == []
-    page.write_text(page.read_text().replace("1,234", "1,235"))
-    assert report.differences() == [page]
-
-
 def test_mistakes_are_refused_by_name(tmp_path: Path):
     page = tmp_path / "page.md"
     for results, output, readme, message in (
@@ -230,142 +215,6 @@ def test_only_the_text_between_the_markers_changes():
     for broken in ("a", f"{BEGIN}", f"{END} {BEGIN}", text + text):
         with pytest.raises(ConfigError, match="expected <!-- results:generate -->"):
             with_excerpt(broken, "new")
-
-
-# --- ages ---------------------------------------------------------------------------------------
-
-
-BASE = """
-from mrv1.kernels import deep
-from mrv1.kernels.aside import X, Y
-
-SIZE = X
-OTHER = Y
-
-def helper():
-    return deep.X + SIZE
-
-def another():
-    return OTHER
-"""
-"""The kernel imports ``helper`` of it, which reaches ``deep``, ``SIZE`` and ``X`` of ``aside``."""
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout of one commit that mrv1 seems to run from: a kernel that imports another."""
-    for mode in ("decode", "prefill"):
-        (tmp_path / "mrv1" / "kernels" / "attention" / mode).mkdir(parents=True)
-    for name, text in (
-        ("attention/decode/attention", "from mrv1.kernels.base import helper\nX = 1\n"),
-        ("attention/prefill/attention", "X = 1\n"),
-        ("base", BASE),
-        ("deep", "X = 1\n"),
-        ("aside", "X = 1\nY = 1\n"),
-        ("other", "X = 1\n"),
-    ):
-        (tmp_path / "mrv1" / "kernels" / f"{name}.py").write_text(text)
-    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "one"]):
-        subprocess.run(["git", *command], cwd=tmp_path, check=True)
-    monkeypatch.setattr(history, "ROOT", tmp_path)
-    history.has_changed.cache_clear()
-    history.reached.cache_clear()
-    yield tmp_path
-    history.has_changed.cache_clear()
-    history.reached.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "is_older"),
-    [
-        ("attention/decode/attention.py", "from mrv1.kernels.base import helper\nX = 2\n", True),
-        ("attention/decode/attention.py",
-         '"""Text."""\nfrom mrv1.kernels.base import helper\n\nX = 1  # why\n', False),
-        ("base.py", "helper = 2\n", True),
-        ("base.py", BASE.replace("deep.X", "1 + deep.X"), True),
-        ("base.py", BASE.replace("SIZE = X", "SIZE = 1 + X"), True),
-        ("base.py", BASE.replace("aside import X", "base import X"), True),
-        ("base.py", BASE.replace("OTHER = Y", "OTHER = 2"), False),
-        ("base.py", BASE.replace("return OTHER", "return 2"), False),
-        ("base.py", BASE.replace("import X, Y", "import X"), False),
-        ("base.py", f"{BASE}SIZE = 2\n", True),
-        ("base.py", f"{BASE}print()\n", True),
-        ("deep.py", "X = 2\n", True),
-        ("deep.py", "X = 1\nZ = 2\n", True),
-        ("aside.py", "X = 2\nY = 1\n", True),
-        ("aside.py", "X = 1\nY = 2\n", False),
-        ("attention/prefill/attention.py", "X = 2\n", False),
-        ("other.py", "X = 2\n", False),
-    ],
-)  # fmt: skip
-def test_a_file_is_older_where_code_of_its_kernel_has_changed(
-    checkout: Path, name: str, text: str, is_older: bool
-):
-    (checkout / "mrv1" / "kernels" / name).write_text(text)
-    result = _result(op="attention", mode="decode", commit="HEAD")
-    (checkout / "x.json").write_text(json.dumps(result))
-    (file,) = load(checkout)
-    assert file.is_older is is_older
-    assert file.origin == f"commit HEAD, 2030-01-02{MARK if is_older else ''}"
-    (checkout / "x.json").write_text(json.dumps(_result(commit="HEAD-dirty")))
-    (engine,) = load(checkout)
-    assert engine.is_older is ("why" not in text)
-
-
-@pytest.mark.parametrize(
-    ("changed", "older"),
-    [
-        ("integrations", {"vllm", "another"}),
-        ("calibration", {"vllm", "another", "recall"}),
-        ("runner", {"vllm", "another", "recall", "start", "serving"}),
-        ("cli", set()),
-    ],
-)
-def test_a_file_is_older_only_where_code_that_it_can_run_has_changed(
-    checkout: Path, changed: str, older: set[str]
-):
-    kinds = ("vllm", "another", "recall", "start", "serving")
-    folder = checkout / "mrv1" / changed
-    folder.mkdir()
-    (folder / "new.py").write_text("X = 1\n")
-    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
-    for kind in kinds:
-        (checkout / f"{kind}.json").write_text(json.dumps(_result(op=kind, commit="HEAD")))
-    assert {file.kind for file in load(checkout) if file.is_older} == older
-
-
-def test_a_changed_file_that_is_no_python_counts_unread(checkout: Path):
-    (checkout / "mrv1" / "weights").write_bytes(b"\xff")
-    subprocess.run(["git", "add", "."], cwd=checkout, check=True)
-    assert history.has_changed("HEAD", history.whole(*history.ENGINE)) is True
-
-
-def test_a_commit_that_a_whole_history_lacks_counts_as_changed(checkout: Path):
-    assert history.has_changed("0" * 40, history.whole("mrv1")) is True
-
-
-def test_an_age_is_unknown_without_the_commit_or_the_checkout(checkout: Path, monkeypatch):
-    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=checkout)
-    (checkout / ".git" / "shallow").write_bytes(head)
-    assert history.has_changed("0" * 40, history.whole("mrv1")) is None
-    monkeypatch.setattr(history, "ROOT", checkout / "mrv1")
-    assert history.has_changed("HEAD", history.whole("mrv1")) is None
-
-
-def test_every_kernel_that_is_measured_is_found():
-    for kind, mode in (("attention", "decode"), ("attention", "prefill"),
-                       ("kv_cache_write", None), ("sample_tokens", None)):  # fmt: skip
-        paths = dict(history.measured_code(kind, mode))
-        assert len(paths) > 4
-        assert all((REPO / path).is_file() for path in paths)
-    decode = dict(history.measured_code("attention", "decode"))
-    prefill = dict(history.measured_code("attention", "prefill"))
-    folder = "mrv1/kernels/attention"
-    assert decode[f"{folder}/decode/attention.py"] is None  # all of it
-    assert "DecodePlan" in decode[f"{folder}/decode/plan.py"]
-    assert prefill[f"{folder}/prefill/hopper.py"] is None
-    assert "DecodePlan" not in prefill[f"{folder}/decode/plan.py"]
 
 
 # --- pictures -----------------------------------------------------------------------------------
@@ -622,7 +471,6 @@ def test_table_shows_the_figures_and_their_conditions():
     assert "| 1 | 1,234 | 4.00 | - | - | 30.0 |" in table
     for said in ("GPU X", "128 prompt + 256 output", "4.30 TB/s", "clocks as found", ORIGIN):
         assert said in table
-    assert f"2030-01-02{MARK}." in generate_table(_file(_result(), is_older=True))
 
 
 def test_table_shows_optional_figures_and_options_that_are_not_the_default():
@@ -995,17 +843,13 @@ def test_a_file_of_an_unknown_kind_shows_its_conditions_and_short_results():
     rows = [{"batch": 1, "ratio": 1.23456, "times": {"a|b": 2.0, "samples": [1, 2]}}, {"batch": 8}]
     conditions = {"seed": 0, "note": "as found", "sizes": [1, 2]}
     shown = other_file(
-        _file(
-            _result(op="new op", conditions=conditions, results=rows, long=[{}] * 99),
-            is_older=True,
-        )
+        _file(_result(op="new op", conditions=conditions, results=rows, long=[{}] * 99))
     )
     for said in (
         "| batch | ratio | times.a|b |",
         "| 1 | 1.235 | 2 |",
         "| 8 |  |  |",
         "`x.json`: new op; GPU X; seed: 0, note: as found, sizes: [1, 2]; commit 0123456789ab",
-        MARK,
     ):
         assert said in shown
     wide = [{str(column): column for column in range(25)}]

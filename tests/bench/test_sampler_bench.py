@@ -230,7 +230,7 @@ def test_the_table_shows_targets_where_a_file_has_them():
         "versions": {}, "peers": {}, "path": "triton", "device": {"name": "GPU X"},
         "copy_bandwidth_bytes_per_s": 4e12, "commit": "0", "date": "2026-11-22",
     }  # fmt: skip
-    table = sampler_table(ResultFile("sampler-x.json", result, None))
+    table = sampler_table(ResultFile("sampler-x.json", result))
     for said in (
         "| std of logits | case | us | target, us | reads | of copy bandwidth | mrv1-draw |",
         "| 256 | 2.5 | everything | 1,234.6 | 180.0 | 4.6 | 40% | 0.75x |",

@@ -65,7 +65,7 @@ def test_recall_was_measured_far_beyond_the_windows_of_streaming_heads(result):
 
 
 def test_table_and_picture_show_the_measurement(result, tmp_path):
-    table = recall_table(ResultFile(RESULTS.name, result, None))
+    table = recall_table(ResultFile(RESULTS.name, result))
     rows = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(rows) == 1 + 2 * (1 + 4 + 4 + 2 + 2)
     (full,) = entries(result, "auto", "full", 1.0)
