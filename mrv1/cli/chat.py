@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import typer
 
 from mrv1.cli.console import FAILURE, say, show
-from mrv1.cli.generate import OF_MODEL, Engine, check_sampling, with_defaults
+from mrv1.cli.generate import Engine, check_sampling, with_defaults
 from mrv1.cli.options import FieldsOf, command
 from mrv1.engine import LLM, RequestOutput
 from mrv1.engine.chat import ChatOptions
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import OF_CHECKPOINT
 
 HELP = """\
 /reset        forget the conversation, but not the system message
@@ -42,7 +43,7 @@ Sampling = Annotated[
         cls=SamplingParams,
         panel="Sampling",
         defaults={"max_tokens": MAX_TOKENS},
-        of_model=OF_MODEL,
+        of_model=tuple(OF_CHECKPOINT.values()),
         help={"max_tokens": "Generate at most this many tokens in an answer."},
         without=(
             # No option can hold their values, or an answer does not show their effect.

@@ -26,12 +26,10 @@ from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.sampler import SamplingParams
+from mrv1.sampler.params import OF_CHECKPOINT
 
 if TYPE_CHECKING:
     from mrv1.engine import LLM
-
-OF_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")
-"""Sampling parameters that a model's generation_config.json may set."""
 
 MAX_TOKENS = 128
 """``max_tokens`` if neither an option nor the model says otherwise; vLLM's 16 is short to read."""
@@ -42,7 +40,7 @@ Sampling = Annotated[
         cls=SamplingParams,
         panel="Sampling",
         defaults={"max_tokens": MAX_TOKENS},
-        of_model=OF_MODEL,
+        of_model=tuple(OF_CHECKPOINT.values()),
         help={"max_tokens": "Generate at most this many tokens."},
         without=(
             # Fields of --input lines only: printed text would not show their effect, or no option

@@ -13,17 +13,7 @@ from typing import Any
 from mrv1.errors import ConfigError, RequestError
 from mrv1.models.files import read_generation_config
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import short
-
-FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-"""Field of ``generation_config.json`` -> field of ``SamplingParams``."""
+from mrv1.sampler.params import OF_CHECKPOINT, short
 
 OVERRIDE = "override_generation_config"
 
@@ -56,21 +46,21 @@ class SamplingDefaults:
         """
         file, content = read_generation_config(checkpoint, source)
         is_off = source in ("vllm", None)
-        given = {} if is_off else {name: content.get(name) for name in FIELDS}
+        given = {} if is_off else {name: content.get(name) for name in OF_CHECKPOINT}
         if override is not None and not isinstance(override, Mapping):
             raise ConfigError(f"{OVERRIDE}: expected a dict or None, got {short(override)}")
         replaced = dict(override or {})
-        unknown = [name for name in replaced if name not in FIELDS]
+        unknown = [name for name in replaced if name not in OF_CHECKPOINT]
         if unknown:
             raise ConfigError(
-                f"{OVERRIDE}: expected some of {', '.join(FIELDS)}; got {short(unknown)}"
+                f"{OVERRIDE}: expected some of {', '.join(OF_CHECKPOINT)}; got {short(unknown)}"
             )
         kept = {name: value for name, value in given.items() if name not in replaced}
         values: dict[str, Any] = {}
         parts = []
         for where, fields in ((str(file), kept), (OVERRIDE, replaced)):
             checked = {
-                FIELDS[name]: _checked(where, name, value)
+                OF_CHECKPOINT[name]: _checked(where, name, value)
                 for name, value in fields.items()
                 if value is not None
             }
@@ -86,7 +76,7 @@ class SamplingDefaults:
 
 def _checked(where: str, name: str, value: Any) -> Any:  # noqa: ANN401 - from JSON
     """Return a value as ``SamplingParams`` stores it."""
-    field = FIELDS[name]
+    field = OF_CHECKPOINT[name]
     try:
         return getattr(SamplingParams(**{field: value}), field)
     except RequestError as error:

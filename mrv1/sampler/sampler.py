@@ -27,7 +27,7 @@ from mrv1.kernels.sampling.contracts import (
     History,
     LogitEdits,
 )
-from mrv1.kernels.sampling.filters import kept_tokens
+from mrv1.kernels.sampling.filters import FILTERS, kept_tokens
 from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams, num_likeliest
 
@@ -69,9 +69,7 @@ class Sampler:
         num_sequences = TOKENIZATIONS * limits.max_bad_words_num
         return {
             "temperature": (torch.float32, None),
-            "top_k": (torch.int32, None),
-            "top_p": (torch.float32, None),
-            "min_p": (torch.float32, None),
+            **{name: (each.dtype, None) for name, each in FILTERS.items()},
             "seed": (torch.int64, None),
             "child": (torch.int32, None),
             "num_logprobs": (torch.int32, None),
@@ -137,9 +135,10 @@ class Sampler:
         num_top = num_likeliest(params.logprobs, self.limits.vocab_size)
         fields: Fields = {
             "temperature": np.array([params.temperature], dtype=np.float32),
-            "top_k": np.array([params.top_k], dtype=np.int32),
-            "top_p": np.array([params.top_p], dtype=np.float32),
-            "min_p": np.array([params.min_p], dtype=np.float32),
+            **{
+                name: np.array([getattr(params, name)], dtype=str(each.dtype)[6:])
+                for name, each in FILTERS.items()
+            },
             "seed": np.array([seed], dtype=np.int64),
             "child": np.array([child], dtype=np.int32),
             "num_logprobs": np.array([num_top], dtype=np.int32),
@@ -248,34 +247,16 @@ class Sampler:
             ``[rows]`` int64; -1 for padding and for a row without a token above -inf, -2 for a
             row with NaN, and for a row with +inf that is not greedy.
         """
-        slots = self._slots
-        names = ("temperature", "seed", "top_k", "top_p", "min_p", "child")
+        names = ("temperature", "seed", "child", *FILTERS)
+        given, positions = {name: self._slots[name] for name in names}, history.num_tokens
         if ahead is None:
-            temperature, seeds, top_k, top_p, min_p, child = map(slots.__getitem__, names)
-            return self._ops.sample_tokens(
-                logits,
-                temperature,
-                seeds,
-                history.num_tokens,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                child=child,
-                idx_mapping=idx_mapping,
-                prompt_len=history.prompt_len,
-            )
-        rows = idx_mapping.clamp(min=0)
-        temperature, seeds, top_k, top_p, min_p, child = (slots[name][rows] for name in names)
-        return self._ops.sample_tokens(
-            logits,
-            temperature,
-            seeds,
-            (history.num_tokens - history.prompt_len)[rows] + ahead,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            child=child,
-        )
+            given |= {"idx_mapping": idx_mapping, "prompt_len": history.prompt_len}
+        else:
+            rows = idx_mapping.clamp(min=0)
+            given = {name: slots[rows] for name, slots in given.items()}
+            positions = (positions - history.prompt_len)[rows] + ahead
+        temperature, seeds = given.pop("temperature"), given.pop("seed")
+        return self._ops.sample_tokens(logits, temperature, seeds, positions, **given)
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
         """Return the logits that a token is drawn from: divided by temperature, and filtered.
@@ -289,9 +270,9 @@ class Sampler:
             their values.
         """
         rows = idx_mapping.clamp(min=0)
-        names = ("temperature", "top_k", "top_p", "min_p")
-        temperature, top_k, top_p, min_p = (self._slots[name][rows] for name in names)
+        temperature = self._slots["temperature"][rows]
         is_drawn = (temperature > 0)[:, None]
         scaled = torch.where(is_drawn, logits / temperature[:, None], logits)
-        kept = kept_tokens(scaled.double(), top_k, top_p, min_p) | ~is_drawn
+        filters = {name: self._slots[name][rows] for name in FILTERS}
+        kept = kept_tokens(scaled.double(), **filters) | ~is_drawn
         return scaled.masked_fill(~kept, -torch.inf)

@@ -99,6 +99,7 @@ class AotCase:
     args: tuple[object, ...]
     """Positional arguments: :func:`pointer` for tensors, None, and numbers as in a real launch."""
     constexprs: Mapping[str, object]
+    """Arguments by name, most of them constexprs."""
     num_warps: int = 4
     num_stages: int = 3
     parked_bytes: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels.sampling.draw import draw_kernel
+from mrv1.kernels.sampling.filters import FILTERS
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -56,10 +57,10 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
         args=(
             *(int64, pointer(dtype), vocab_size, float32, float32, float32 if filters else None),
             *(config.scratch_size, int32, float32, int64, int32, int32),
-            *((int32, float32, float32, int32) if filters else (None,) * 4),
-            *(vocab_size, num_groups),
+            *(int32 if filters else None, vocab_size, num_groups),
         ),
         constexprs={
+            **{f"{n}_ptr": pointer(f.dtype) if filters else None for n, f in FILTERS.items()},
             "GROUP": size,
             "TILE_GROUPS": config.all_groups,
             "FEW_GROUPS": config.few_groups,

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.cli import app
-from mrv1.cli.generate import OF_MODEL, with_defaults
+from mrv1.cli.generate import with_defaults
 from mrv1.config import checkpoint_dir
-from mrv1.engine.sampling_defaults import FIELDS, SamplingDefaults
+from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.models import ModelConfig
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -138,7 +138,6 @@ def test_generate_and_chat_have_the_defaults(path: Path, llm: LLM, tmp_path: Pat
 
 
 def test_options_come_before_the_models_values_and_those_before_the_commands(llm: LLM):
-    assert set(OF_MODEL) == set(FIELDS.values())
     assert with_defaults(llm, {"top_k": 2}, max_tokens=128) == {
         "top_k": 2, "repetition_penalty": 1.3, "max_tokens": 6
     }  # fmt: skip

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import reference
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling.filters import FILTERS as STORED
+from mrv1.kernels.sampling.filters import Filters
 from mrv1.kernels.sampling.groups import MAX_GROUPS, group_size
 from mrv1.kernels.sampling.philox import gumbel, philox_word
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
@@ -38,7 +40,7 @@ FILTERS = {
     "top_p": [1.0, 0.999, 0.9, 0.3, 1e-6],
     "min_p": [0.0, 1e-4, 0.1, 1.0],
 }
-FILTER_DTYPES = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
+OFF = {name: each.off for name, each in STORED.items()}
 
 
 def _near_best(logits, temperature, seeds, positions, child, **filters):
@@ -54,11 +56,12 @@ def _near_best(logits, temperature, seeds, positions, child, **filters):
     return _near_draw(scaled, noise, 0)
 
 
-def _is_in_rounds(vocab, top_k=None, top_p=None, min_p=None):
+def _is_in_rounds(vocab, top_p=None, **others):
     """Return whether top_p is the only filter of a row."""
-    keeps_all_k = top_k is None or top_k.item() == 0 or top_k.item() >= vocab
-    keeps_all_min_p = min_p is None or min_p.item() == 0
-    return top_p is not None and top_p.item() < 1 and keeps_all_k and keeps_all_min_p
+    on = {name for name, value in others.items() if value.item() != OFF[name]}
+    if "top_k" in on and others["top_k"].item() >= vocab:
+        on.remove("top_k")
+    return top_p is not None and top_p.item() < 1 and not on
 
 
 def _near_in_rounds(scaled, probs, top_p, noise, purpose):
@@ -127,7 +130,7 @@ def _arguments(rows, vocab, dtype, device, seed=0, temperatures=(0.0, 0.3, 1.0, 
 def _filters(rows, device, **values):
     """Return filter options that are equal in all rows."""
     return {
-        name: torch.full((rows,), value, dtype=FILTER_DTYPES[name], device=device)
+        name: torch.full((rows,), value, dtype=STORED[name].dtype, device=device)
         for name, value in values.items()
     }
 
@@ -138,7 +141,7 @@ def _row_filters(draw, rows):
     return {
         name: torch.tensor(
             draw(st.lists(st.sampled_from(values), min_size=rows, max_size=rows)),
-            dtype=FILTER_DTYPES[name],
+            dtype=STORED[name].dtype,
         )
         for name, values in FILTERS.items()
     }
@@ -295,7 +298,11 @@ def test_a_row_draws_the_same_in_any_batch(device, order, seed):
 
 
 def _every_filter_off(rows, device):
-    return _filters(rows, device, top_k=0, top_p=1.0, min_p=0.0)
+    return _filters(rows, device, **OFF)
+
+
+def test_every_filter_has_values_to_draw_from():
+    assert FILTERS.keys() == STORED.keys() == Filters.__annotations__.keys()
 
 
 @settings(max_examples=SOME)
@@ -432,7 +439,7 @@ def test_parameters_in_slot_order_are_read_through_idx_mapping(device, data, see
     prompt_len = torch.arange(num_slots, dtype=torch.int32, device=device)
     known = of_slot[2].int() + prompt_len
     in_order = (of_slot[0].contiguous(), of_slot[1].contiguous(), known)
-    filters = _filters(num_slots, device, top_k=0, top_p=1.0, min_p=0.0)
+    filters = _filters(num_slots, device, **OFF)
     filters["top_k"] += torch.arange(num_slots, dtype=torch.int32, device=device)
     filters["top_p"] -= filters["top_k"] / 10
     filters["child"] = filters["top_k"].clone()

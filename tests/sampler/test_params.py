@@ -258,7 +258,7 @@ def test_params_are_values():
     params = SamplingParams(temperature=0.5, stop_token_ids=[3, 4])
     assert params.stop_token_ids == (3, 4)
     assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
-    assert dataclasses.replace(params, temperature=0.0).greedy
+    assert dataclasses.replace(params, temperature=0.0).temperature == 0
 
 
 def test_an_assigned_value_is_converted_and_checked_like_an_argument():
@@ -369,18 +369,3 @@ def test_structured_outputs_take_their_class_alone():
 def test_structured_outputs_are_checked_and_named(given, message):
     with pytest.raises(RequestError, match=rf"^structured_outputs[.:] ?(expected )?{message}"):
         StructuredOutputsParams(**given)
-
-
-@pytest.mark.parametrize(
-    ("params", "filters"),
-    [
-        (SamplingParams(), False),
-        (SamplingParams(top_k=5), True),
-        (SamplingParams(top_p=0.9), True),
-        (SamplingParams(min_p=0.1), True),
-        (SamplingParams(top_p=0.9, temperature=0), False),
-        (SamplingParams(min_p=0.1, temperature=0), False),
-    ],
-)
-def test_filters_is_true_only_where_a_random_draw_is_filtered(params, filters):
-    assert params.filters is filters

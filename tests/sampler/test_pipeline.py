@@ -13,7 +13,7 @@ from mrv1.kernels._base.triton import INTERPRET
 from mrv1.sampler import History, Sampler, SamplerLimits
 from tests.kernels.elementwise import normal
 from tests.kernels.elementwise import seeds as small_seeds
-from tests.kernels.test_sample_tokens import FILTER_DTYPES, _assert_near_best
+from tests.kernels.test_sample_tokens import STORED, _assert_near_best
 from tests.sampler.rules import edited
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -125,12 +125,12 @@ def test_mixed_rows_are_edited_and_drawn_by_the_rules(device, data, vocab, dtype
         elif bool((want == -torch.inf).all()):
             assert tokens[row] == NONE
         else:
-            filters = {name: getattr(of_row, name) for name in FILTER_DTYPES}
+            filters = {name: getattr(of_row, name) for name in STORED}
             _assert_near_best(
                 tokens[row : row + 1],
                 want[None],
                 torch.tensor([float(of_row.temperature)]),
                 torch.tensor([of_row.seed]),
                 torch.tensor([OUTPUT]),
-                **{n: torch.tensor([x], dtype=FILTER_DTYPES[n]) for n, x in filters.items()},
+                **{n: torch.tensor([x], dtype=STORED[n].dtype) for n, x in filters.items()},
             )

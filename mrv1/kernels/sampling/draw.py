@@ -9,7 +9,6 @@ from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.sampling.groups import scale_of
 from mrv1.kernels.sampling.philox import gumbel, philox_word
 from mrv1.kernels.sampling.search import (
-    Filters,
     Row,
     Tiles,
     before,
@@ -26,6 +25,14 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _TOKEN = tl.constexpr(0)  # purposes of random words; round r adds 2 r
 _GROUP = tl.constexpr(1)
 _LAST = tl.constexpr(2**31 - 1)
+
+
+class _Filters(NamedTuple):
+    """The values of ``FILTERS`` in a row."""
+
+    k: tl.tensor  # top_k; 0 = off
+    top_p: tl.tensor
+    min_p: tl.tensor
 
 
 class _Noise(NamedTuple):
@@ -222,12 +229,12 @@ def draw_kernel(
     seed_ptr,  # [num_rows or slots] int64
     position_ptr,  # [num_rows or slots] int64 or int32
     prompt_len_ptr,  # like position_ptr, subtracted from it; or None
-    top_k_ptr,  # [num_rows or slots] int32, 0 = off; or None
-    top_p_ptr,  # [num_rows or slots] float32, 1 = off; or None
-    min_p_ptr,  # [num_rows or slots] float32, 0 = off; or None
     child_ptr,  # [num_rows or slots] int32; or None
     vocab_size,
     num_groups,
+    top_k_ptr,  # [num_rows or slots] int32, 0 = off; or None
+    top_p_ptr,  # [num_rows or slots] float32, 1 = off; or None
+    min_p_ptr,  # [num_rows or slots] float32, 0 = off; or None
     GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
     FEW_GROUPS: tl.constexpr,
@@ -292,7 +299,7 @@ def draw_kernel(
         vocab_size, num_groups,
     )  # fmt: skip
     noise = _Noise(seed, position, child)
-    filters = Filters(k, top_p, min_p)
+    filters = _Filters(k, top_p, min_p)
     if scratch_ptr is not None:  # noqa: SIM102 - decided when compiled
         if (temperature != 0.0) & (top_p < 1.0) & (k == 0) & (min_p <= 0.0):
             token = _draw_nucleus(

@@ -1,12 +1,48 @@
-"""The sampling filters min_p, top-k and top-p in plain torch.
+"""The filters of a draw: their names and tensors, and what they keep, in plain torch.
 
-Used for log-probabilities of a filtered distribution, and by the oracle of ``sample_tokens``. The
-kernel finds the kept tokens without a sort (``search``).
+They keep a token if, in this order::
+
+    min_p   probability >= min_p times the largest
+    top_k   logit >= the k-th largest: ties with the k-th stay
+    top_p   mass of strictly likelier tokens < top_p, renormalised after min_p and top_k
+
+The sampler, both paths of ``sample_tokens`` and their checks take the filters from here; the
+kernel (``draw``) finds the kept tokens without a sort.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple, TypedDict
+
 import torch
+
+
+class Filters(TypedDict, total=False):
+    """The filters of ``sample_tokens`` by keyword: [rows], contiguous; None = off in all rows."""
+
+    top_k: torch.Tensor | None
+    """int32 >= 0: tokens to keep; ties with the last stay; 0 = all."""
+    top_p: torch.Tensor | None
+    """float32 in (0, 1]: mass to keep; 1 = all."""
+    min_p: torch.Tensor | None
+    """float32 in [0, 1]: least probability to keep, as a share of the largest; 0 = all."""
+
+
+class Filter(NamedTuple):
+    """How a slot stores a filter."""
+
+    dtype: torch.dtype
+    off: float
+    """The value that keeps all tokens."""
+
+
+FILTERS = {
+    "top_k": Filter(torch.int32, 0),
+    "top_p": Filter(torch.float32, 1),
+    "min_p": Filter(torch.float32, 0),
+}
+"""By field of ``Filters``."""
 
 
 def kept_tokens(
@@ -15,13 +51,13 @@ def kept_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which tokens min_p, top-k and top-p keep, in this order: [rows, vocab] bool.
+    """Return which tokens the filters keep: [rows, vocab] bool.
 
     Args:
         scaled: [rows, vocab] float64, logits / temperature, no NaN; -inf is not kept.
-        top_k: [rows] int32, 0 = all; ties with the k-th stay.
-        top_p: [rows] float32, 1 = all: a token stays if strictly likelier tokens have less mass.
-        min_p: [rows] float32, 0 = all: least probability to keep, as a share of the largest.
+        top_k: and the other filters, as in ``Filters``.
+        top_p: as in ``Filters``.
+        min_p: as in ``Filters``.
     """
     kept = scaled > -torch.inf
     if min_p is not None:
@@ -41,3 +77,12 @@ def kept_tokens(
         enough[:, 0] = False
         ranked = ranked.masked_fill(enough.cummax(1).values, -torch.inf)
     return torch.zeros_like(kept).scatter(1, order, ranked > -torch.inf)
+
+
+def only_top_p(filters: Mapping[str, torch.Tensor], vocab_size: int) -> torch.Tensor:
+    """Return in which rows top_p is on, and is the only filter that is: [rows] bool."""
+    rows = filters["top_p"] < 1
+    for name in filters.keys() - {"top_p"}:
+        is_off = filters[name] == FILTERS[name].off
+        rows &= is_off | (filters[name] >= vocab_size) if name == "top_k" else is_off
+    return rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack, cast
+
 import torch
 
 from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
@@ -19,7 +21,7 @@ from mrv1.kernels.sampling.contracts import (
     check_token_bitmask,
     check_top_logprobs,
 )
-from mrv1.kernels.sampling.filters import kept_tokens
+from mrv1.kernels.sampling.filters import FILTERS, Filters, kept_tokens, only_top_p
 
 
 @counted
@@ -280,7 +282,7 @@ def _draw_filtered(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     child: torch.Tensor | None,
-    **filters: torch.Tensor,
+    filters: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return a token of each row; no row is greedy, and every row has a token to draw."""
     logits = logits.double()
@@ -290,12 +292,7 @@ def _draw_filtered(
     kept = scaled.masked_fill(~kept_tokens(scaled, **filters), -torch.inf)
     tokens = _draw(kept, seeds, positions, child)
     if "top_p" in filters:
-        in_rounds = filters["top_p"] < 1
-        if "top_k" in filters:
-            in_rounds &= (filters["top_k"] == 0) | (filters["top_k"] >= logits.shape[1])
-        if "min_p" in filters:
-            in_rounds &= filters["min_p"] <= 0
-        rows = in_rounds.nonzero().flatten()
+        rows = only_top_p(filters, logits.shape[1]).nonzero().flatten()
         children = None if child is None else child[rows]
         tokens[rows] = _draw_nucleus(
             scaled[rows], seeds[rows], positions[rows], children, filters["top_p"][rows]
@@ -310,19 +307,17 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
     child: torch.Tensor | None = None,
     idx_mapping: torch.Tensor | None = None,
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    **filters: Unpack[Filters],
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 except for the noise."""
     if prompt_len is not None:
         positions = positions - prompt_len
     of_row = {"temperature": temperature, "seeds": seeds, "positions": positions.long()}
-    optional = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "child": child}
+    optional = {"child": child, **cast("dict[str, torch.Tensor | None]", filters)}
     of_row |= {name: value for name, value in optional.items() if value is not None}
     if idx_mapping is not None:
         slots = idx_mapping.clamp(min=0).long()
@@ -335,6 +330,8 @@ def sample_tokens(
     rows = (drawn & ~failed & ~empty).nonzero().flatten()
     if rows.numel():
         of_row = {name: value[rows] for name, value in of_row.items()}
-        tokens[rows] = _draw_filtered(logits[rows], child=of_row.pop("child", None), **of_row)
+        given = {name: of_row.pop(name) for name in FILTERS if name in of_row}
+        child = of_row.pop("child", None)
+        tokens[rows] = _draw_filtered(logits[rows], child=child, filters=given, **of_row)
     tokens = tokens.masked_fill(empty, -1).masked_fill(failed, -2)
     return tokens if out is None else out.copy_(tokens)

@@ -16,18 +16,13 @@ padding change no draw::
     word   = philox4x32-10(counter = (position, g or v, purpose, child), key = seed)[0]
     gumbel = -log(-log(1 - w)),  w = (word + 1/2) / 2^32
 
-The filters keep a token if, in this order::
-
-    min_p   probability >= min_p times the largest
-    top_k   logit >= the k-th largest: ties with the k-th stay
-    top_p   mass of strictly likelier tokens < top_p, renormalised after min_p and top_k
-
-Where top_p is the only filter, the set of kept tokens is not computed. The first round draws from
-all tokens. If the strictly likelier tokens have a mass of ``top_p`` or more, the drawn token is
-rejected, and the next round draws from the strictly likelier tokens only. Round r has the purposes
-2 r and 2 r + 1 in place of 0 and 1. A rejected token, and every token that is left out with it, is
-not kept, so each kept token has its right probability. On average at least ``top_p`` of the rows
-end in the first round, with the token that they would draw without a filter.
+``filters`` says which tokens the filters keep. Where top_p is the only filter, the set of kept
+tokens is not computed. The first round draws from all tokens. If the strictly likelier tokens have
+a mass of ``top_p`` or more, the drawn token is rejected, and the next round draws from the
+strictly likelier tokens only. Round r has the purposes 2 r and 2 r + 1 in place of 0 and 1. A
+rejected token, and every token that is left out with it, is not kept, so each kept token has its
+right probability. On average at least ``top_p`` of the rows end in the first round, with the token
+that they would draw without a filter.
 
 There are two launches. The first reads the logits and writes each group's maximum and sum. The
 second, one program per row, works from the maxima and sums, and reads again only where it must:
@@ -42,7 +37,8 @@ top-p by rejection.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Unpack
 
 import torch
 
@@ -50,6 +46,7 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.dependent_launch import overlap_options
 from mrv1.kernels._base.triton import INTERPRET, triton
 from mrv1.kernels.sampling.draw import draw_kernel
+from mrv1.kernels.sampling.filters import FILTERS, Filters
 from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
 
 MAX_VOCAB_SIZE = 1 << 24
@@ -133,13 +130,11 @@ def sample_tokens(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     *,
-    top_k: torch.Tensor | None = None,
-    top_p: torch.Tensor | None = None,
-    min_p: torch.Tensor | None = None,
     child: torch.Tensor | None = None,
     idx_mapping: torch.Tensor | None = None,
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    **filters: Unpack[Filters],
 ) -> torch.Tensor:
     """Return one token id per row: a draw from softmax(logits / temperature), or the argmax.
 
@@ -150,10 +145,6 @@ def sample_tokens(
             filters.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
         positions: [rows] int64 or int32, contiguous: the output position; the low 32 bits count.
-        top_k: [rows] int32 >= 0, contiguous: tokens to keep; ties with the last stay; 0 = all.
-        top_p: [rows] float32 in (0, 1], contiguous: mass to keep; 1 = all.
-        min_p: [rows] float32 in [0, 1], contiguous: least probability to keep, as a share of the
-            largest; 0 = all.
         child: [rows] int32, contiguous: index of the output of a request with n > 1. None = 0.
         idx_mapping: [rows] int32, contiguous: the slot of each row; -1 = padding row. Temperature,
             seeds, positions, prompt_len, the filters and child are then in slot order, [slots].
@@ -161,8 +152,8 @@ def sample_tokens(
         prompt_len: like ``positions``, from which it is subtracted: ``positions`` are then the
             numbers of known tokens, prompt and output. None = 0.
         out: [rows] int64, contiguous, *written*. Allocated if omitted.
-
-    A filter that is None is off in all rows.
+        **filters: top_k, top_p, min_p, as ``mrv1.kernels.sampling.filters.Filters`` describes
+            them; a filter that is None or left out is off in all rows.
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
@@ -180,8 +171,8 @@ def sample_tokens(
         row 8 bytes per group and, unless all filters are None, 64 KiB and up to 8 bytes per group.
     """
     num_rows, vocab_size = _check(
-        logits, temperature, seeds, positions, top_k, top_p, min_p, child, idx_mapping, prompt_len,
-        out,
+        logits, idx_mapping, temperature, out,
+        seeds=seeds, positions=positions, child=child, prompt_len=prompt_len, **filters,
     )  # fmt: skip
     if out is None:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -196,7 +187,7 @@ def sample_tokens(
     num_parts = triton.cdiv(num_groups, config.tile_groups)
     groups = logits.new_empty((2, num_rows, num_groups), dtype=torch.float32)
     scratch = None
-    if not (top_k is None and top_p is None and min_p is None):
+    if any(value is not None for value in filters.values()):
         scratch = groups.new_empty(num_rows, config.scratch_size)
     group_sums_kernel[(num_rows * num_parts,)](
         groups[0],
@@ -226,12 +217,10 @@ def sample_tokens(
         seeds,
         positions,
         prompt_len,
-        top_k,
-        top_p,
-        min_p,
         child,
         vocab_size,
         num_groups,
+        **{f"{name}_ptr": filters.get(name) for name in FILTERS},
         GROUP=size,
         TILE_GROUPS=config.all_groups,
         FEW_GROUPS=config.few_groups,
@@ -249,17 +238,12 @@ def sample_tokens(
 
 def _check(
     logits: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    child: torch.Tensor | None,
     idx_mapping: torch.Tensor | None,
-    prompt_len: torch.Tensor | None,
+    temperature: torch.Tensor,
     out: torch.Tensor | None,
+    **vectors: torch.Tensor | None,
 ) -> tuple[int, int]:
+    """Return the rows and the vocabulary; ``vectors`` are in the order of ``temperature``."""
     check_tensor("logits", logits, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("logits", logits)
     num_rows, vocab_size = logits.shape
@@ -267,27 +251,26 @@ def _check(
         raise ValueError(
             f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}"
         )
-    size = num_rows if idx_mapping is None else temperature.shape[0] if temperature.dim() else 0
-    counts = (torch.int64, torch.int32)
-    for name, tensor, length, dtype in (
-        ("idx_mapping", idx_mapping, num_rows, torch.int32),
-        ("temperature", temperature, size, torch.float32),
-        ("seeds", seeds, size, torch.int64),
-        ("positions", positions, size, counts),
-        ("top_k", top_k, size, torch.int32),
-        ("top_p", top_p, size, torch.float32),
-        ("min_p", min_p, size, torch.float32),
-        ("child", child, size, torch.int32),
-        ("prompt_len", prompt_len, size, positions.dtype),
-        ("out", out, num_rows, torch.int64),
+    check = partial(check_tensor, device=logits.device, contiguous=True)
+    for name, tensor, dtype in (
+        ("idx_mapping", idx_mapping, torch.int32),
+        ("out", out, torch.int64),
     ):
         if tensor is not None:
-            check_tensor(
-                name,
-                tensor,
-                shape=(length,),
-                dtype=dtype,
-                device=logits.device,
-                contiguous=True,
-            )
+            check(name, tensor, shape=(num_rows,), dtype=dtype)
+    size = num_rows if idx_mapping is None else temperature.shape[0] if temperature.dim() else 0
+    positions = vectors["positions"]
+    dtypes = {
+        "temperature": torch.float32,
+        "seeds": torch.int64,
+        "positions": (torch.int64, torch.int32),
+        "child": torch.int32,
+        "prompt_len": None if positions is None else positions.dtype,
+        **{name: each.dtype for name, each in FILTERS.items()},
+    }
+    for name, tensor in {"temperature": temperature, **vectors}.items():
+        if name not in dtypes:
+            raise TypeError(f"filters: expected some of {', '.join(FILTERS)}, got {name}")
+        if tensor is not None:
+            check(name, tensor, shape=(size,), dtype=dtypes[name])
     return num_rows, vocab_size

@@ -32,14 +32,6 @@ class Row(NamedTuple):
     num_groups: tl.tensor
 
 
-class Filters(NamedTuple):
-    """The filters of a row."""
-
-    k: tl.tensor  # 0 = all
-    top_p: tl.tensor
-    min_p: tl.tensor
-
-
 class Tiles(NamedTuple):
     """See ``SampleTokensConfig``. Build it in a call: assigned to a name, it becomes tensors."""
 
