@@ -32,12 +32,12 @@ from mrv1.calibration import (
     load_texts,
     measure,
 )
-from mrv1.config import KVCacheDtypeName, checkpoint_dir
+from mrv1.config import KVCacheDtypeName
 from mrv1.device import kernel_path
 from mrv1.headwise import HeadPolicy, HeadRanking
 from mrv1.headwise.calibrate import Method
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, load_model
+from mrv1.models import Checkpoint, DecoderModel, load_model
 from mrv1.provenance import provenance
 from training.corpus import load_split
 from training.evaluate import text_loss
@@ -155,7 +155,7 @@ def run(commit: str | None = None) -> dict[str, Any]:
         for path, text in zip((train, heldout), load_split(), strict=True):
             path.write_text(text, encoding="utf-8")
         found = {method: calibrated(method, train) for method in METHODS}
-        texts = load_texts(checkpoint_dir("tiny"), heldout, NUM_TOKENS)
+        texts = load_texts(Checkpoint.open("tiny"), heldout, NUM_TOKENS)
     rankings = {method: calibration.ranking for method, (calibration, _) in found.items()}
     decoder = load_model(
         "tiny", device=DEVICE, dtype=torch.float32, ops=select_ops(kernel_path(DEVICE))

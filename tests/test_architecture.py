@@ -667,7 +667,7 @@ BREAKING = [
         "models.config",
         "from transformers import AutoModel\nAutoModel.from_config(c, trust_remote_code=flag)",
     ),
-    (no_code_of_a_checkpoint_runs, "models.shards", "torch.load(path)"),
+    (no_code_of_a_checkpoint_runs, "models.checkpoint", "torch.load(path)"),
     (no_assert, "runner.step", "def f(x):\n    assert x"),
     (ascii_only, "runner.step", "# \u00e9"),
     (no_hidden_wait, "runner.input_batch", "def f(x):\n    return x.max().item()"),

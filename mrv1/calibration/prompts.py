@@ -12,7 +12,7 @@ import numpy as np
 from mrv1.errors import ConfigError
 from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
-from mrv1.models.tokenizer import has_tokenizer, load_tokenizer
+from mrv1.models import Checkpoint
 
 SYNTHETIC = "synthetic"
 """Value of ``data`` for random words instead of a text."""
@@ -90,11 +90,11 @@ class Texts:
         return np.concatenate([np.array(self.prefix, dtype=np.int64), body])
 
 
-def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
+def load_texts(checkpoint: Checkpoint, data: str | Path, num_tokens: int) -> Texts:
     """Return the parts of prompts, in tokens of a checkpoint's tokenizer.
 
     Args:
-        directory: the checkpoint, which has a tokenizer.
+        checkpoint: the checkpoint, which has a tokenizer.
         data: a UTF-8 text file, or ``"synthetic"``.
         num_tokens: tokens of a prompt.
 
@@ -103,13 +103,13 @@ def load_texts(directory: Path, data: str | Path, num_tokens: int) -> Texts:
             prompt.
     """
     lines = None
-    if has_tokenizer(directory):
-        tokenizer = load_tokenizer(directory)
+    if checkpoint.has_tokenizer:
+        tokenizer = checkpoint.tokenizer()
         lines = recall_lines(tokenizer)
     if lines is None or not len(lines.words):
         raise ConfigError(
-            f"calibration: expected a tokenizer in {str(directory)!r} in which words of four "
-            "letters are tokens, found none"
+            f"calibration: expected a tokenizer in {str(checkpoint.path)!r} in which words of "
+            "four letters are tokens, found none"
         )
     prefix = tuple(tokenizer.encode(""))
     if str(data) == SYNTHETIC:

@@ -11,12 +11,12 @@ from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure
 from mrv1.calibration.options import CalibrateOptions
 from mrv1.calibration.prompts import load_texts
-from mrv1.config import checkpoint_dir, dtype_name
+from mrv1.config import dtype_name
 from mrv1.device import kernel_path, resolve_device, resolve_dtype
 from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
 from mrv1.headwise.calibrate import num_losses
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, load_model
+from mrv1.models import Checkpoint, ModelConfig, load_model
 
 Progress = Callable[[int, int], None]
 """Receives how many forward passes are done, and how many are expected in all."""
@@ -44,11 +44,11 @@ def calibrate(
             short for their facts, or a loss is not finite.
         UnsupportedDeviceError: there is no such device.
     """
-    directory = checkpoint_dir(options.model)
+    checkpoint = Checkpoint.open(options.model)
     device = resolve_device(options.device)
-    config = ModelConfig.from_pretrained(directory)
+    config = ModelConfig.from_pretrained(checkpoint.path)
     heads = rankable_heads(config.layer_windows, config.num_kv_heads)
-    texts = load_texts(directory, options.data, options.num_tokens)
+    texts = load_texts(checkpoint, options.data, options.num_tokens)
     # Ranking and judging draw separate prompts: text may repeat, places and facts are drawn anew.
     ranked_on, judged_on = (
         texts.prompts(
@@ -62,7 +62,7 @@ def calibrate(
         for part in range(2)
     )
     decoder = load_model(
-        directory,
+        checkpoint.path,
         device=device,
         dtype=resolve_dtype(dtype_name(options.dtype), config.torch_dtype, device),
         ops=select_ops(kernel_path(device)),

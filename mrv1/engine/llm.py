@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
-from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore, Metrics
@@ -25,7 +25,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.tokenizer import ChatPrompt, ChatTemplateError, Tokenizer
 from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.headwise import HeadPolicy, policy_source
-from mrv1.models import ModelConfig, NamedTensors
+from mrv1.models import Checkpoint, ModelConfig, NamedTensors
 from mrv1.multimodal import Video, VisionEncoder
 from mrv1.multimodal.reading import reading
 from mrv1.options import env_fields, takes
@@ -141,14 +141,14 @@ class LLM:
             raise ConfigError(
                 f"use_tqdm_on_load: expected True or False, got {short(use_tqdm_on_load)}"
             )
-        directory = checkpoint_dir(config.model, progress=use_tqdm_on_load)
-        config = replace(config, model=str(directory))
+        checkpoint = Checkpoint.open(config.model, progress=use_tqdm_on_load)
+        config = replace(config, model=str(checkpoint.path))
         # First: a damaged small file fails before weights load, not minutes later. transformers
         # reads config.json for a tokenizer too, which is not to blame for a mistake there.
-        ModelConfig.from_pretrained(directory, generation_config=config.generation_config)
-        self._tokenizer = Tokenizer(directory)
+        ModelConfig.from_pretrained(checkpoint.path, generation_config=config.generation_config)
+        self._tokenizer = Tokenizer(checkpoint)
         self._defaults = SamplingDefaults.of(
-            directory, config.generation_config, override_generation_config
+            checkpoint, config.generation_config, override_generation_config
         )
         self._core: EngineCore | None = EngineCore(
             config,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.files import read_generation_config
+from mrv1.models import Checkpoint
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import OF_CHECKPOINT, short
 
@@ -30,21 +30,21 @@ class SamplingDefaults:
     @classmethod
     def of(
         cls,
-        checkpoint: Path,
+        checkpoint: Checkpoint,
         source: str | Path | None,
         override: Mapping[str, Any] | None = None,
     ) -> SamplingDefaults:
         """Return the defaults of a model.
 
         Args:
-            checkpoint: the model's directory or GGUF file.
+            checkpoint: the model's.
             source: ``EngineConfig.generation_config``.
             override: values that replace the file's; None as a value removes the file's.
 
         Raises:
             ConfigError: the file or a value is wrong; the message names the file and the field.
         """
-        file, content = read_generation_config(checkpoint, source)
+        file, content = checkpoint.generation_config(source)
         is_off = source in ("vllm", None)
         given = {} if is_off else {name: content.get(name) for name in OF_CHECKPOINT}
         if override is not None and not isinstance(override, Mapping):

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models.tokenizer import TOKENIZER_FILES, has_tokenizer, load_tokenizer
+from mrv1.models import Checkpoint
+from mrv1.models.tokenizer import TOKENIZER_FILES
 from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ class ChatTemplateError(RequestError):
 class Tokenizer:
     """The tokenizer of one checkpoint; a checkpoint without one takes and gives token ids only."""
 
-    def __init__(self, path: Path | None) -> None:
-        """Load the tokenizer of the checkpoint at ``path``, if it has one; None = no checkpoint.
+    def __init__(self, checkpoint: Checkpoint | None) -> None:
+        """Load the tokenizer of a checkpoint, if it has one; None = no checkpoint.
 
         Raises:
             ConfigError: there are tokenizer files, but they cannot be loaded.
         """
-        self._path = path
+        self._path = None if checkpoint is None else checkpoint.path
         self._tokenizer: Any = None
         self._byte_tokens: list[int] = []
         """[256] token of each single byte, in vocabularies with byte fallback; else empty."""
@@ -73,9 +73,9 @@ class Tokenizer:
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
-        if path is None or not has_tokenizer(path):
+        if checkpoint is None or not checkpoint.has_tokenizer:
             return
-        self._tokenizer = load_tokenizer(path)
+        self._tokenizer = checkpoint.tokenizer()
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         tokens = self._tokenizer.convert_tokens_to_ids(names)
         if (
@@ -200,7 +200,7 @@ class Tokenizer:
 
     @property
     def _chat_options(self) -> Mapping[str, Any]:
-        """Names of the options of transformers' ``apply_chat_template``."""
+        """Options of transformers' ``apply_chat_template``."""
         return inspect.signature(self._tokenizer.apply_chat_template).parameters
 
     def chat_prompt(
@@ -267,7 +267,7 @@ class Tokenizer:
 
         Without one the tokens of the prompt are those of its text.
         """
-        texts = "\0".join(_texts(value))
+        texts = "\0".join(_strings(value))
         return any(token in texts for token in self._tokenizer.added_tokens_encoder)
 
     def _check_hidden_tokens(
@@ -282,7 +282,7 @@ class Tokenizer:
             for message in messages
             if isinstance(message.get("content"), list)
         ]
-        keys = "\0".join(_keys(value))
+        keys = "\0".join(_strings(value, keys=True))
         for added in self._tokenizer.added_tokens_decoder.values():
             token = added.content
             if not added.special and (token.isspace() or token not in template):
@@ -394,26 +394,17 @@ NO_TOKENIZER = Tokenizer(None)
 """Gives no text."""
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a JSON value, without the keys of dicts."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _texts(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each)
-
-
-def _keys(value: object) -> Iterator[str]:
-    """Yield the keys of the dicts in a JSON value."""
+def _strings(value: object, *, keys: bool = False) -> Iterator[str]:
+    """Yield the texts in a JSON value, or the keys of its dicts."""
     if isinstance(value, Mapping):
-        yield from map(str, value)
+        if keys:
+            yield from map(str, value)
         value = [*value.values()]
     if isinstance(value, list | tuple):
         for each in value:
-            yield from _keys(each)
+            yield from _strings(each, keys=keys)
+    elif isinstance(value, str) and not keys:
+        yield value
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -570,31 +561,19 @@ class OutputText:
             return self._stopped[1]
         if is_last:
             return self._shown.text(token_ids, is_last=True)
-        text = self._shown.text(
-            token_ids[: len(token_ids) - self._num_tokens_held_back(token_ids)]
-        )
-        return text[: len(text) - self._num_held_back(text)]
+        num_shown = len(token_ids) - _num_held_back(self._sequences, token_ids)
+        text = self._shown.text(token_ids[:num_shown])
+        return text[: len(text) - _num_held_back(self._stop, text)]
 
-    def _num_tokens_held_back(self, token_ids: Sequence[int]) -> int:
-        """Return the largest number of last tokens that are the beginning of a stop sequence."""
-        return max(
-            (
-                length
-                for sequence in self._sequences
-                for length in range(1, min(len(sequence), len(token_ids) + 1))
-                if tuple(token_ids[-length:]) == sequence[:length]
-            ),
-            default=0,
-        )
 
-    def _num_held_back(self, text: str) -> int:
-        """Return the largest number of last characters that are the beginning of a stop string."""
-        return max(
-            (
-                length
-                for stop in self._stop
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+def _num_held_back(ends: Sequence[Sequence[Any]], output: Sequence[Any]) -> int:
+    """Return the largest number of last items of an output that an end may begin with."""
+    return max(
+        (
+            length
+            for end in ends
+            for length in range(1, min(len(end), len(output) + 1))
+            if [*output[-length:]] == [*end[:length]]
+        ),
+        default=0,
+    )

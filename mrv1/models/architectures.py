@@ -7,6 +7,13 @@ from typing import Literal
 
 from mrv1.models.vision import VideoTime
 
+NormOrder = Literal["before", "after", "both"]
+"""Where a layer's RMS norms are: of the input of attention and of the MLP, of their outputs before
+these are added to the residual stream, or of both."""
+
+QKNormKind = Literal["none", "head", "vector"]
+"""RMS norms of queries and keys: of each head by itself, or of all heads as one vector."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
@@ -17,14 +24,16 @@ class Architecture:
 
     model_type: str
     """``model_type`` in config.json, which is used if ``architectures`` is absent."""
-    qkv_bias: bool | str
+    qkv_bias: bool | str = False
     """Bias of the query, key and value projections."""
-    o_bias: bool | str
+    o_bias: bool | str = False
     """Bias of the attention output projection."""
-    mlp_bias: bool | str
+    mlp_bias: bool | str = False
     """Bias of the gate, up and down projections."""
-    qk_norm: bool = False
-    """RMS norm over each query and key head before rope."""
+    norm_order: NormOrder = "before"
+    """Where a layer's RMS norms are."""
+    qk_norm: QKNormKind = "none"
+    """RMS norms of queries and keys before rope."""
     rope_interleaved: bool = False
     """Rope pairs (2i, 2i + 1) instead of (i, i + dim / 2)."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
@@ -44,24 +53,18 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "MistralForCausalLM": Architecture(
         model_type="mistral",
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
         windows="all_layers",
     ),
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2",
         qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         windows="layer_types",
     ),
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        mlp_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         windows="layer_types",
     ),
     "Ernie4_5ForCausalLM": Architecture(
@@ -74,8 +77,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2VLForConditionalGeneration": Architecture(
         model_type="qwen2_vl",
         qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         windows="layer_types",
         mrope="sections",
         video_time="frames",
@@ -83,8 +84,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2_5_VLForConditionalGeneration": Architecture(
         model_type="qwen2_5_vl",
         qkv_bias=True,
-        o_bias=False,
-        mlp_bias=False,
         windows="layer_types",
         mrope="sections",
         video_time="seconds",
@@ -93,8 +92,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="qwen3_vl",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        mlp_bias=False,
-        qk_norm=True,
+        qk_norm="head",
         mrope="interleaved",
         video_time="text",
     ),

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrv1.config import checkpoint_dir
 from mrv1.errors import ConfigError
-from mrv1.models.files import raise_problems, read_generation_config, read_json, refusal
-from mrv1.models.gguf_file import is_gguf, open_gguf
-from mrv1.models.hf_config import model_fields, support_problems, token_ids
+from mrv1.models.architectures import NormOrder, QKNormKind
+from mrv1.models.checkpoint import Checkpoint
+from mrv1.models.files import raise_problems
+from mrv1.models.hf_config import model_fields, token_ids
 from mrv1.models.rope import RopeConfig
 from mrv1.models.vision import VisionConfig
 
@@ -39,8 +39,6 @@ _SIZES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape and options of one decoder-only model.
-
-    Build it with :meth:`from_pretrained` or :meth:`from_hf`.
 
     Raises:
         ConfigError: sizes that contradict each other or that the kernels do not take.
@@ -74,8 +72,10 @@ class ModelConfig:
     """Bias of the attention output projection."""
     mlp_bias: bool
     """Bias of the MLP's projections."""
-    qk_norm: bool
-    """RMS norm over each query and key head before rope."""
+    qk_norm: QKNormKind
+    """RMS norms of queries and keys before rope."""
+    norm_order: NormOrder = "before"
+    """Where a layer's RMS norms are."""
     rope: RopeConfig
     """Rotary embedding."""
     rope_interleaved: bool
@@ -97,11 +97,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check that the sizes fit together."""
-        problems = [
-            f"{name}: expected >= 1, got {getattr(self, name)}"
-            for name in _SIZES
-            if getattr(self, name) < 1
-        ]
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        problems = [f"{name}: expected >= 1, got {n}" for name, n in sizes.items() if n < 1]
         if not problems and self.num_q_heads % self.num_kv_heads:
             problems.append(
                 f"num_kv_heads: expected a divisor of {self.num_q_heads} query heads, "
@@ -140,38 +137,22 @@ class ModelConfig:
             ConfigError: the checkpoint or one of its files cannot be read, or the model is not
                 supported; the message lists every reason.
         """
-        from transformers import AutoConfig  # takes seconds to import: only loading pays for it
-
-        directory = checkpoint_dir(path)
-        where = f"checkpoint {str(directory)!r}"
-        generation_file, generation = read_generation_config(directory, generation_config)
+        checkpoint = Checkpoint.open(path)
+        generation_file, generation = checkpoint.generation_config(generation_config)
         try:
-            extra = token_ids(generation.get("eos_token_id"))
+            more = token_ids(generation.get("eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{generation_file}: {error}") from error
-        if is_gguf(directory):
-            try:
-                config = cls.from_hf(open_gguf(directory).config())
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {error}") from error
-            return config._with_eos(extra)
-        raise_problems(where, support_problems(read_json(directory / "config.json")))
-        try:
-            hf_config = AutoConfig.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
-            )
-        except Exception as error:  # KeyError, ValueError and transformers' validation errors
-            raise ConfigError(f"{where}: config.json is not valid: {refusal(error)}") from error
+        hf_config = checkpoint.hf_config()
         try:
             config = cls.from_hf(hf_config)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{checkpoint.where}: {error}") from error
         except (AttributeError, TypeError) as error:  # fields of a family other than model_type's
-            raise ConfigError(f"{where}: config.json contradicts itself: {error}") from error
-        return config._with_eos(extra)
-
-    def _with_eos(self, more: tuple[int, ...]) -> ModelConfig:
-        return replace(self, eos_token_ids=tuple(dict.fromkeys(self.eos_token_ids + more)))
+            raise ConfigError(
+                f"{checkpoint.where}: config.json contradicts itself: {error}"
+            ) from error
+        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import cos_sin_table
-from mrv1.models.weights import LayerWeights, ModelWeights
+from mrv1.models.weights import LayerWeights, ModelWeights, Weight
 
 
 class DecoderModel:
@@ -52,7 +53,6 @@ class DecoderModel:
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         vision = config.vision
         self._num_deepstack_layers = 0 if vision is None else vision.num_deepstack_layers
-        self._qk_norms = [_qk_norm(layer, config.rms_norm_eps) for layer in weights.layers]
 
     @property
     def device(self) -> torch.device:
@@ -103,34 +103,29 @@ class DecoderModel:
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden, cos_sin = self._embed(batch)
         rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
-        norms_ahead = self._norms_ahead(hidden)
-        x = self._norm(hidden, layers[0].input_norm) if norms_ahead else hidden
-        for index, (layer, qk_norm, next_norm, cache) in enumerate(
-            zip(layers, self._qk_norms, next_norms, caches, strict=True)
+        x = self._norm_ahead(hidden, layers[0].input_norm)
+        for index, (layer, next_norm, cache) in enumerate(
+            zip(layers, next_norms, caches, strict=True)
         ):
-            q = self._write_kv(x, layer, batch, rope, qk_norm, cache)
+            qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o)
+            q = self._write_kv(qkv, layer, batch, rope, cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
-            x = self._add_projection(hidden, attended, layer.o, layer.o_bias, layer.mlp_norm)
-            activated = self._linear(
-                x, layer.gate_up, layer.gate_up_bias, layer.mlp_norm, layer.down, "silu_and_mul"
-            )
+            x = self._add(hidden, attended, layer.o, layer.attention_out_norm, layer.mlp_norm)
+            activated = self._linear(x, layer.gate_up, layer.mlp_norm, layer.down, "silu_and_mul")
             if index < self._num_deepstack_layers and batch.features is not None:
                 # The MLP's input is normed already. Its output is added next: to the same sum.
                 first_column = (1 + index) * self.config.hidden_size
                 self._ops.add_features(hidden, batch.features, first_column)
-            x = self._add_projection(hidden, activated, layer.down, layer.down_bias, next_norm)
-        return x if norms_ahead else self._norm(hidden, self.weights.final_norm)
+            x = self._add(hidden, activated, layer.down, layer.mlp_out_norm, next_norm)
+        return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``."""
         lm_head, wide = self.weights.lm_head, torch.promote_types(hidden_rows.dtype, torch.float32)
-        logits = hidden_rows.new_empty((len(hidden_rows), len(lm_head)), dtype=wide)
-        logits = self._ops.linear(
-            hidden_rows, lm_head, out=logits, deterministic=self.deterministic
-        )
-        logits = self._parallel.all_gather(logits)
+        logits = hidden_rows.new_empty((len(hidden_rows), lm_head.shape[0]), dtype=wide)
+        logits = self._parallel.all_gather(self._multiply(hidden_rows, lm_head, out=logits))
         if logits.shape[1] == self.config.vocab_size:
             return logits
         return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
@@ -169,80 +164,109 @@ class DecoderModel:
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self._ops.rms_norm(hidden, weight, self.config.rms_norm_eps)
 
+    def _norm_ahead(self, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """Return the input of ``_linear``: ``norm(hidden)`` if ``_norms_ahead``, else hidden."""
+        if weight is None or not self._norms_ahead(hidden):
+            return hidden
+        return self._norm(hidden, weight)
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        **fused: Any,  # noqa: ANN401 - arguments of linear
+    ) -> torch.Tensor:
+        """Return ``x @ weight.T + bias`` and what else ``linear`` is asked for.
+
+        All products with weights, however these are stored, are computed here.
+        """
+        return self._ops.linear(x, weight.dense(), bias, deterministic=self.deterministic, **fused)
+
     def _linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        next_weight: torch.Tensor,
+        weight: Weight,
+        norm_weight: torch.Tensor | None,
+        next_weight: Weight,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """Return ``activation(norm(hidden) @ weight.T + bias)``; x is from ``_add_projection``.
+        """Return ``activation(norm(hidden) @ weight.T + bias)``; x is from ``_norm_ahead``.
 
         Meanwhile ``next_weight``, of the next projection, is prefetched into the GPU's cache.
         """
-        return self._ops.linear(
+        return self._multiply(
             x,
             weight,
-            bias,
+            weight.bias,
             norm_weight=None if self._norms_ahead(x) else norm_weight,
             eps=self.config.rms_norm_eps,
             activation=activation,
-            prefetch=next_weight,
-            deterministic=self.deterministic,
+            prefetch=next_weight.values,
         )
 
-    def _add_projection(
+    def _add(
         self,
         hidden: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        norm_weight: torch.Tensor,
+        weight: Weight,
+        out_norm: torch.Tensor | None,
+        next_norm: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Add ``x @ weight.T + bias``, summed over the ranks, to ``hidden`` in place.
+        """Add ``out_norm(x @ weight.T + bias)``, summed over the ranks, to ``hidden`` in place.
+
+        No kernel norms a product before it is added: a layer with ``out_norm`` needs more of them.
 
         Returns:
-            ``norm(hidden)`` if ``_norms_ahead``, else ``hidden``.
+            ``hidden`` as ``_norm_ahead`` returns it with ``next_norm``.
         """
         eps = self.config.rms_norm_eps
-        norms_ahead = self._norms_ahead(hidden)
-        if self._parallel.sums_partials:
-            if self._parallel.rank > 0:
-                bias = None  # rank 0 adds it
-            partial = self._ops.linear(x, weight, bias, deterministic=self.deterministic)
-            partial = self._parallel.all_reduce(partial)
-            if norms_ahead:
-                return self._ops.rms_norm(partial, norm_weight, eps, residual=hidden)
-            hidden += partial
-            return hidden
-        normed = torch.empty_like(hidden) if norms_ahead else None
-        self._ops.linear(
-            x,
-            weight,
-            bias,
-            eps=eps,
-            residual=hidden,
-            out=hidden,
-            out_norm_weight=norm_weight if norms_ahead else None,
-            normed_out=normed,
-            deterministic=self.deterministic,
-        )
-        return hidden if normed is None else normed
+        next_norm = next_norm if self._norms_ahead(hidden) else None
+        if out_norm is None and not self._parallel.sums_partials:
+            normed = None if next_norm is None else torch.empty_like(hidden)
+            self._multiply(
+                x,
+                weight,
+                weight.bias,
+                eps=eps,
+                residual=hidden,
+                out=hidden,
+                out_norm_weight=next_norm,
+                normed_out=normed,
+            )
+            return hidden if normed is None else normed
+        bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
+        added = self._parallel.all_reduce(self._multiply(x, weight, bias))
+        if out_norm is not None:
+            added = self._norm(added, out_norm)
+        if next_norm is not None:
+            return self._ops.rms_norm(added, next_norm, eps, residual=hidden)
+        hidden += added
+        return hidden
 
     def _write_kv(
         self,
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
         rope: Rope,
-        qk_norm: QKNorm | None,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Project, norm and rotate; store keys and values; return the queries."""
-        config = self.config
-        qkv = self._linear(x, layer.qkv, layer.qkv_bias, layer.input_norm, layer.o)
+        """Norm and rotate queries and keys; store keys and values; return the queries.
+
+        The kernel norms heads. Where all heads are one vector, it takes queries and keys that are
+        normed already.
+        """
+        config, norm = self.config, None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            if config.qk_norm == "head":
+                norm = QKNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps)
+            else:
+                start = 0
+                for weight in (layer.q_norm, layer.k_norm):
+                    heads = qkv[:, start : start + len(weight)]
+                    self._ops.rms_norm(heads, weight, config.rms_norm_eps, out=heads)
+                    start += len(weight)
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
         return self._ops.qkv_cache_write(
             qkv,
@@ -252,13 +276,7 @@ class DecoderModel:
             cache.layout,
             num_q_heads=config.num_q_heads,
             rope=rope,
-            norm=qk_norm,
+            norm=norm,
             q_out=q,
             scales=cache.scales,
         )
-
-
-def _qk_norm(layer: LayerWeights, eps: float) -> QKNorm | None:
-    if layer.q_norm is None or layer.k_norm is None:
-        return None
-    return QKNorm(layer.q_norm, layer.k_norm, eps)

@@ -25,40 +25,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-GENERATION_CONFIG = "generation_config.json"
-"""The file with a checkpoint's sampling defaults and end-of-sequence tokens."""
-
-
-def read_generation_config(
-    checkpoint: Path, source: str | Path | None = "auto"
-) -> tuple[Path, dict[str, Any]]:
-    """Return a ``generation_config.json`` and its content, which is empty if there is no file.
-
-    Args:
-        checkpoint: the directory or GGUF file of a model.
-        source: ``EngineConfig.generation_config``: the checkpoint's own file, or a directory.
-
-    Raises:
-        ConfigError: ``source`` names a directory without such a file, or the file is not valid.
-    """
-    is_own = source in ("auto", "vllm", None)
-    try:
-        folder = checkpoint if is_own else Path(str(source)).expanduser()
-        file = folder / GENERATION_CONFIG
-        if file.is_file():
-            return file, read_json(file)
-    except (OSError, RuntimeError) as error:  # RuntimeError: no such user after the ~
-        raise ConfigError(
-            f"generation_config: expected a readable directory, got {str(source)!r}: {error}"
-        ) from error
-    if not is_own:
-        raise ConfigError(
-            f"generation_config: expected 'auto', 'vllm', None or a directory with a "
-            f"{GENERATION_CONFIG}, got {str(source)!r}, which has none"
-        )
-    return file, {}
-
-
 def refusal(error: Exception) -> str:
     """Return why transformers cannot load a part of a checkpoint.
 

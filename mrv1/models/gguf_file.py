@@ -95,11 +95,6 @@ _WITHOUT_EFFECT = frozenset(
 _FLOATS = {"F32": torch.float32, "F16": torch.float16}
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether ``path`` names a GGUF file and not a directory."""
-    return path.suffix == SUFFIX and not path.is_dir()
-
-
 def open_gguf(path: Path) -> GGUFFile:
     """Return a GGUF file; the last one stays open, as reading a vocabulary takes a second.
 
@@ -107,10 +102,13 @@ def open_gguf(path: Path) -> GGUFFile:
         path: the file, or any file of a split model.
 
     Raises:
-        ConfigError: the file, or another file of the split model, cannot be read, or its
-            architecture is not supported.
+        ConfigError: a file of the model cannot be read, or its architecture is not supported.
     """
-    files = _files(path)
+    match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
+    files: tuple[Path, ...] = (path,)
+    if match is not None and int(match[3]) > 1:  # the name tells how many files there are
+        numbers = range(1, int(match[3]) + 1)
+        files = tuple(path.with_name(f"{match[1]}{number:05}{match[2]}") for number in numbers)
     states = []
     for file in files:
         try:
@@ -120,15 +118,6 @@ def open_gguf(path: Path) -> GGUFFile:
             raise ConfigError(f"{file.name}{of}: not a readable GGUF file: {error}") from error
         states.append((status.st_mtime_ns, status.st_size))
     return _open(files, tuple(states))
-
-
-def _files(path: Path) -> tuple[Path, ...]:
-    """Return the files of a model of which ``path`` is one; the name tells how many there are."""
-    match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
-    if match is None or int(match[3]) < 2:
-        return (path,)
-    numbers = range(1, int(match[3]) + 1)
-    return tuple(path.with_name(f"{match[1]}{number:05}{match[2]}") for number in numbers)
 
 
 @lru_cache(maxsize=1)
@@ -203,10 +192,14 @@ class GGUFFile:
         """Shape of each tensor, by its name in a Hugging Face checkpoint."""
         return {name: _shape(tensor) for name, tensor in self._tensors.items()}
 
-    def unsupported_quantizations(self) -> list[str]:
-        """Return the names of the file's quantizations that cannot be dequantized."""
+    def check_quantizations(self) -> None:
+        """Raise a ``ConfigError`` unless the gguf package can dequantize all of the file's."""
         kinds = {tensor.tensor_type for tensor in self._tensors.values()}
-        return sorted(kind.name for kind in kinds if not _is_supported(kind))
+        if unsupported := sorted(kind.name for kind in kinds if not _is_supported(kind)):
+            raise ConfigError(
+                "weights: expected quantizations that the gguf package can dequantize, got "
+                + ", ".join(unsupported)
+            )
 
     def get_slice(self, name: str) -> torch.Tensor:
         """Return what a part of a tensor can be cut from: the tensor, dequantized as a whole."""
@@ -219,19 +212,12 @@ class GGUFFile:
         tensor = self._tensors[name]
         values = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
         values = np.require(values, np.float32, ("C", "W"))  # torch warns of read-only memory
-        if self.architecture == "llama":
-            num_heads = self._num_permuted_heads(name)
-            if num_heads is not None:
-                values = _unpermuted(values, num_heads)
+        if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+            num_heads = self._size("attention.head_count")
+            if ".k_proj." in name:
+                num_heads = self._size("attention.head_count_kv", num_heads)
+            values = _unpermuted(values, num_heads)
         return torch.from_numpy(values)
-
-    def _num_permuted_heads(self, name: str) -> int | None:
-        """Return the heads whose rows llama.cpp has permuted in a tensor; None = no rows."""
-        if ".q_proj." in name:
-            return self._size("attention.head_count")
-        if ".k_proj." in name:
-            return self._size("attention.head_count_kv", self._size("attention.head_count"))
-        return None
 
     def config(self) -> PretrainedConfig:
         """Return the model's configuration as transformers' class of the family.
@@ -359,11 +345,8 @@ class GGUFFile:
     def _dtype(self) -> torch.dtype:
         """Return the type of the first layer's weights; bfloat16 where they are quantized."""
         tensor = self._tensors.get("model.layers.0.self_attn.q_proj.weight")
-        return (
-            torch.bfloat16
-            if tensor is None
-            else _FLOATS.get(tensor.tensor_type.name, torch.bfloat16)
-        )
+        name = "" if tensor is None else tensor.tensor_type.name
+        return _FLOATS.get(name, torch.bfloat16)
 
     def _field(self, key: str, default: object = None) -> Any:  # noqa: ANN401
         """Return the value of a metadata key; ``default`` where the file does not have the key."""

@@ -123,6 +123,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "o_bias": _flag(text, family.o_bias),
         "mlp_bias": _flag(text, family.mlp_bias),
         "qk_norm": family.qk_norm,
+        "norm_order": family.norm_order,
         "rope_interleaved": family.rope_interleaved,
         "eos_token_ids": token_ids(text.eos_token_id),
     }

@@ -22,7 +22,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -115,11 +115,7 @@ class RopeConfig:
         original = settings.get("original_max_position_embeddings")
         if rope_type == "yarn" and settings["factor"] is None and original:
             settings["factor"] = max_position_embeddings / original
-        problems = [
-            f"rope_parameters.{name}: expected a number > 0, got {value!r}"
-            for name, value in settings.items()
-            if not _is_positive(value)
-        ]
+        problems = _not_positive(settings)
         if rope_type == "yarn":
             optional, more = _yarn_settings(parameters)
             settings |= optional
@@ -147,9 +143,15 @@ class RopeConfig:
         return cls(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim, **settings)
 
 
-def _is_positive(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 < cast("float", value) <= sys.float_info.max
+def _not_positive(settings: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each setting that is not a number > 0."""
+    return [
+        f"rope_parameters.{name}: expected a number > 0, got {value!r}"
+        for name, value in settings.items()
+        if isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= sys.float_info.max
+    ]
 
 
 def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None:
@@ -162,15 +164,13 @@ def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None
 
 def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return yarn's optional settings that are present, and the problems in them."""
-    settings: dict[str, Any] = {}
-    problems = []
-    for name in _OPTIONAL_YARN:
-        value = parameters.get(name)
-        if value is None or (name in _ZERO_IS_UNSET and value == 0):
-            continue
-        settings[name] = value
-        if not _is_positive(value):
-            problems.append(f"rope_parameters.{name}: expected a number > 0, got {value!r}")
+    settings: dict[str, Any] = {
+        name: value
+        for name in _OPTIONAL_YARN
+        if (value := parameters.get(name)) is not None
+        and (value != 0 or name not in _ZERO_IS_UNSET)
+    }
+    problems = _not_positive(settings)
     truncate = parameters.get("truncate")
     if truncate is not None:
         settings["truncate"] = truncate

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint, as an object of transformers."""
+"""The tokenizer of a checkpoint directory, as an object of transformers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mrv1.errors import ConfigError
-from mrv1.models.files import read_json, refusal
-from mrv1.models.gguf_file import is_gguf, open_gguf
+from mrv1.models.files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,48 +15,63 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Settings of an image processor: a model that has one has one of these files."""
+
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 """What tokenizer.json says about texts and tokens, apart from its added tokens."""
 
 
-def has_tokenizer(path: Path) -> bool:
-    """Return whether a checkpoint has a tokenizer."""
-    if is_gguf(path):
-        return open_gguf(path).has_tokenizer
-    return any((path / name).is_file() for name in TOKENIZER_FILES)
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint, which is its tokenizer.json as it stands.
+def load_from_files(path: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory, which is its tokenizer.json as it stands.
 
     tokenizer_config.json adds tokens, sets flags of added tokens, and names special tokens and the
     chat template, as in transformers. Its other settings, such as ``tokenizer_class``,
     ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json, whose
-    truncation and padding concern no prompt. Only a checkpoint without tokenizer.json is left to
-    the class of transformers. No code of the checkpoint runs.
+    truncation and padding concern no prompt. Only a directory without tokenizer.json is left to
+    the class of transformers.
 
     The template of a processor, in chat_template.json, is used where there is a processor, or no
     other template.
 
     Raises:
-        ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict one
-            another.
+        ConfigError: the files contradict one another or name code; other errors are of
+            transformers' and tokenizers' own types.
     """
-    try:
-        if is_gguf(path):
-            return open_gguf(path).vocabulary.tokenizer()
-        tokenizer = _loaded(path)
-        template = _processor_template(path)
-        if template and (not tokenizer.chat_template or _has_processor(path)):
-            tokenizer.chat_template = template
-        return tokenizer
-    except Exception as error:  # the tokenizers package raises its own types
-        raise ConfigError(
-            f"tokenizer: cannot load the one in {str(path)!r}: {refusal(error)}{_hint(path)}"
-        ) from error
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
+
+    settings = path / "tokenizer_config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    file = path / "tokenizer.json"
+    tokenizer: PreTrainedTokenizerBase
+    if "auto_map" in config or not file.is_file():
+        # With auto_map only to hear whether transformers has a class that replaces the
+        # checkpoint's code: a tokenizer.json beside code that does more is not all that counts.
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=False
+        )
+    if file.is_file():
+        # Other classes build parts of their own: Qwen2Tokenizer its normalizer and pre-tokenizer,
+        # LlamaTokenizer all but the vocabulary.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(path), tokenizer_file=str(file), local_files_only=True, trust_remote_code=False
+        )
+        # Releases of transformers differ in what they change: its "fix" of Mistral's
+        # pre-tokenizer, add_bos_token and add_eos_token.
+        written = Tokenizer.from_file(str(file))
+        for part in _PARTS:
+            setattr(tokenizer.backend_tokenizer, part, getattr(written, part))
+        _check_added_tokens(tokenizer, config.get("added_tokens_decoder") or {})
+    else:
+        _check_vocabulary(path, tokenizer)
+    template = _processor_template(path)
+    if template and (not tokenizer.chat_template or has_processor(path)):
+        tokenizer.chat_template = template
+    return tokenizer
 
 
-def _hint(path: Path) -> str:
+def missing_packages(path: Path) -> str:
     """Return what a file of sentencepiece needs; transformers then asks for tiktoken alone."""
     names = ("tokenizer.json", "tokenizer.model")
     has_json, has_model = ((path / name).is_file() for name in names)
@@ -66,34 +80,9 @@ def _hint(path: Path) -> str:
     return "; a tokenizer.model of sentencepiece needs `pip install sentencepiece protobuf`"
 
 
-def _loaded(path: Path) -> PreTrainedTokenizerBase:
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
-
-    settings = path / "tokenizer_config.json"
-    config = read_json(settings) if settings.is_file() else {}
-    file = path / "tokenizer.json"
-    if "auto_map" in config or not file.is_file():
-        # With auto_map only to hear whether transformers has a class that replaces the
-        # checkpoint's code: a tokenizer.json beside code that does more is not all that counts.
-        chosen = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False
-        )
-        if not file.is_file():
-            _check_vocabulary(path, chosen)
-            return chosen
-    # Other classes build parts of their own: Qwen2Tokenizer its normalizer and pre-tokenizer,
-    # LlamaTokenizer all but the vocabulary.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
-        str(path), tokenizer_file=str(file), local_files_only=True, trust_remote_code=False
-    )
-    # Releases of transformers differ in what they change: its "fix" of Mistral's pre-tokenizer,
-    # add_bos_token and add_eos_token.
-    written = Tokenizer.from_file(str(file))
-    for part in _PARTS:
-        setattr(tokenizer.backend_tokenizer, part, getattr(written, part))
-    _check_added_tokens(tokenizer, config.get("added_tokens_decoder") or {})
-    return tokenizer
+def has_processor(path: Path) -> bool:
+    """Return whether a directory has the settings of an image processor."""
+    return any((path / name).is_file() for name in PROCESSOR_FILES)
 
 
 def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -119,11 +108,6 @@ def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any
                 f"added_tokens_decoder in tokenizer_config.json: expected {name!r} to be token "
                 f"{index}, as it says, got {got} with tokenizer.json"
             )
-
-
-def _has_processor(path: Path) -> bool:
-    names = ("processor_config.json", "preprocessor_config.json")
-    return any((path / name).is_file() for name in names)
 
 
 def _processor_template(path: Path) -> str | None:

@@ -54,19 +54,21 @@ def checked_update(
 
 
 def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]:
-    if isinstance(named_tensors, Mapping):
-        named_tensors = named_tensors.items()
     if not isinstance(named_tensors, Iterable):
         raise ConfigError(
             "named_tensors: expected a dict or an iterable of (name, tensor) pairs, got "
             f"{type(named_tensors).__name__}"
         )
+    if isinstance(named_tensors, Mapping):
+        named_tensors = named_tensors.items()
     tensors: dict[str, torch.Tensor] = {}
     for item in named_tensors:
         if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            got = type(item).__name__
+            if isinstance(item, tuple):
+                got = f"a tuple of ({', '.join(type(part).__name__ for part in item)})"
             raise ConfigError(
-                f"named_tensors: expected (name, tensor) pairs, got {_type_of(item)} at index "
-                f"{len(tensors)}"
+                f"named_tensors: expected (name, tensor) pairs, got {got} at index {len(tensors)}"
             )
         stored_name, tensor = item
         name = text_name(stored_name) if has_vision else stored_name
@@ -77,12 +79,6 @@ def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]
     if not tensors:
         raise ConfigError("named_tensors: expected at least one tensor, got none")
     return tensors
-
-
-def _type_of(item: object) -> str:
-    if isinstance(item, tuple):
-        return f"a tuple of ({', '.join(type(part).__name__ for part in item)})"
-    return type(item).__name__
 
 
 def _problems(

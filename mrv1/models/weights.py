@@ -2,47 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
+from mrv1.models.architectures import NormOrder
 from mrv1.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """One layer; all tensors in the model's dtype, biases None where the model has none."""
+class Weight:
+    """The matrix of a linear layer: how it is stored, and the bias.
 
-    input_norm: torch.Tensor
-    """[hidden]."""
-    qkv: torch.Tensor
+    ``DecoderModel`` multiplies by it in one place. A matrix without scales is multiplied as it is.
+    No kernel reads scales yet: with them the matrix is computed anew for every product.
+    """
+
+    values: torch.Tensor
+    """[out, in], in the model's dtype; with scales, numbers of any dtype."""
+    bias: torch.Tensor | None = None
+    """[out], in the model's dtype; None = none."""
+    scales: torch.Tensor | None = None
+    """[out, groups], in the model's dtype: factors of in / groups neighbours each; None = none."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.values.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the matrix that ``dense`` returns."""
+        return self.values.dtype if self.scales is None else self.scales.dtype
+
+    def dense(self) -> torch.Tensor:
+        """Return the matrix ``[out, in]``: ``values`` itself, or ``values * scales``, rounded."""
+        if self.scales is None:
+            return self.values
+        groups: torch.Tensor = self.values.unflatten(1, (self.scales.shape[1], -1)).float()
+        return (groups * self.scales[:, :, None]).flatten(1).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer; a norm is ``[hidden]``, in the model's dtype, and None if the model lacks it."""
+
+    input_norm: torch.Tensor | None = None
+    """Of the input of attention."""
+    qkv: Weight
     """[(q_heads + 2 kv_heads) * head_dim, hidden]: query rows, then key, then value."""
-    qkv_bias: torch.Tensor | None
-    """[(q_heads + 2 kv_heads) * head_dim]."""
-    q_norm: torch.Tensor | None
-    """[head_dim]."""
-    k_norm: torch.Tensor | None
-    """[head_dim]."""
-    o: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    """[head_dim], or [q_heads * head_dim] where all heads are one vector."""
+    k_norm: torch.Tensor | None = None
+    """[head_dim], or [kv_heads * head_dim]."""
+    o: Weight
     """[hidden, q_heads * head_dim]."""
-    o_bias: torch.Tensor | None
-    """[hidden]."""
-    mlp_norm: torch.Tensor
-    """[hidden]."""
-    gate_up: torch.Tensor
+    attention_out_norm: torch.Tensor | None = None
+    """Of the output of attention."""
+    mlp_norm: torch.Tensor | None = None
+    """Of the input of the MLP."""
+    gate_up: Weight
     """[2 * intermediate, hidden]: gate rows, then up."""
-    gate_up_bias: torch.Tensor | None
-    """[2 * intermediate]."""
-    down: torch.Tensor
+    down: Weight
     """[hidden, intermediate]."""
-    down_bias: torch.Tensor | None
-    """[hidden]."""
+    mlp_out_norm: torch.Tensor | None = None
+    """Of the output of the MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """A whole decoder; ``lm_head`` is ``embed`` itself where the two are tied."""
+    """A whole decoder; the values of ``lm_head`` are ``embed`` itself where the two are tied."""
 
     embed: torch.Tensor
     """[vocab, hidden]."""
@@ -50,8 +80,52 @@ class ModelWeights:
     """One entry per layer."""
     final_norm: torch.Tensor
     """[hidden]."""
-    lm_head: torch.Tensor
+    lm_head: Weight
     """[vocab, hidden]."""
+
+
+class _Place(NamedTuple):
+    """A field of ``LayerWeights`` and the checkpoint's tensors in it."""
+
+    parts: dict[str, int]
+    """Each tensor's name, without ``.weight``, and its rows: the field has them in this order."""
+    columns: int | None = None
+    """Columns of a ``Weight``; None = the field is a vector."""
+    has_bias: bool = False
+
+
+_OUT_NORMS = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_NORMS: dict[NormOrder, dict[str, str]] = {
+    "before": {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": _OUT_NORMS,
+    "both": {
+        "input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_OUT_NORMS
+    },
+}  # fmt: skip
+"""Norms of a layer by field, and their names in a checkpoint."""
+
+
+def _layer_places(config: ModelConfig) -> dict[str, _Place]:
+    """Return the fields that a layer has, in the order of ``LayerWeights``."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = (n * config.head_dim for n in (config.num_q_heads, config.num_kv_heads))
+    qkv = {"q": q_size, "k": kv_size, "v": kv_size}
+    gate_up = {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}
+    places = {name: _Place({stored: hidden}) for name, stored in _NORMS[config.norm_order].items()}
+    places |= {
+        "qkv": _Place({f"self_attn.{i}_proj": n for i, n in qkv.items()}, hidden, config.qkv_bias),
+        "o": _Place({"self_attn.o_proj": hidden}, q_size, config.o_bias),
+        "gate_up": _Place(gate_up, hidden, config.mlp_bias),
+        "down": _Place({"mlp.down_proj": hidden}, intermediate, config.mlp_bias),
+    }
+    if config.qk_norm != "none":
+        for i in "qk":
+            rows = config.head_dim if config.qk_norm == "head" else qkv[i]
+            places[f"{i}_norm"] = _Place({f"self_attn.{i}_norm": rows})
+    return {each.name: places[each.name] for each in fields(LayerWeights) if each.name in places}
 
 
 def empty_weights(
@@ -73,36 +147,25 @@ def empty_weights(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def bias(size: int, present: bool) -> torch.Tensor | None:
-        return empty(size) if present else None
+    def field(place: _Place) -> Any:  # noqa: ANN401 - a field of LayerWeights
+        rows = sum(place.parts.values())
+        if place.columns is None:
+            return empty(rows)
+        bias = empty(rows) if place.has_bias else None
+        return Weight(values=empty(rows, place.columns), bias=bias)
 
-    hidden, intermediate = config.hidden_size, config.intermediate_size
+    places = _layer_places(config)
     vocab_rows = config.vocab_size if vocab_rows is None else vocab_rows
-    q_size = config.num_q_heads * config.head_dim
-    qkv_size = q_size + 2 * config.num_kv_heads * config.head_dim
-
-    def layer() -> LayerWeights:
-        return LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty(qkv_size, hidden),
-            qkv_bias=bias(qkv_size, config.qkv_bias),
-            q_norm=bias(config.head_dim, config.qk_norm),
-            k_norm=bias(config.head_dim, config.qk_norm),
-            o=empty(hidden, q_size),
-            o_bias=bias(hidden, config.o_bias),
-            mlp_norm=empty(hidden),
-            gate_up=empty(2 * intermediate, hidden),
-            gate_up_bias=bias(2 * intermediate, config.mlp_bias),
-            down=empty(hidden, intermediate),
-            down_bias=bias(hidden, config.mlp_bias),
-        )
-
-    embed = empty(vocab_rows, hidden)
+    embed = empty(vocab_rows, config.hidden_size)
+    head = embed if config.tie_word_embeddings else empty(vocab_rows, config.hidden_size)
     return ModelWeights(
         embed=embed,
-        layers=tuple(layer() for _ in range(config.num_layers)),
-        final_norm=empty(hidden),
-        lm_head=embed if config.tie_word_embeddings else empty(vocab_rows, hidden),
+        layers=tuple(
+            LayerWeights(**{name: field(place) for name, place in places.items()})
+            for _ in range(config.num_layers)
+        ),
+        final_norm=empty(config.hidden_size),
+        lm_head=Weight(values=head),
     )
 
 
@@ -113,44 +176,19 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
     """
     tensors = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = weights.lm_head
+        tensors["lm_head.weight"] = weights.lm_head.values
+    places = _layer_places(config)
     for index, layer in enumerate(weights.layers):
-        for name, tensor in _layer_tensors(config, layer):
-            if tensor is not None:
-                tensors[f"model.layers.{index}.{name}"] = tensor
+        for field, place in places.items():
+            filled, start = getattr(layer, field), 0
+            is_vector = place.columns is None
+            for name, num_rows in place.parts.items():
+                stored, rows = f"model.layers.{index}.{name}", slice(start, start + num_rows)
+                tensors[f"{stored}.weight"] = (filled if is_vector else filled.values)[rows]
+                if place.has_bias:
+                    tensors[f"{stored}.bias"] = filled.bias[rows]
+                start += num_rows
     return tensors
-
-
-def _layer_tensors(
-    config: ModelConfig, layer: LayerWeights
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    q_size, kv_size = (n * config.head_dim for n in (config.num_q_heads, config.num_kv_heads))
-    qkv = [
-        (f"self_attn.{part}_proj", size)
-        for part, size in zip("qkv", (q_size, kv_size, kv_size), strict=True)
-    ]
-    gate_up = [(f"mlp.{part}_proj", config.intermediate_size) for part in ("gate", "up")]
-    yield "input_layernorm.weight", layer.input_norm
-    yield from _slices(qkv, layer.qkv, layer.qkv_bias)
-    yield "self_attn.q_norm.weight", layer.q_norm
-    yield "self_attn.k_norm.weight", layer.k_norm
-    yield "self_attn.o_proj.weight", layer.o
-    yield "self_attn.o_proj.bias", layer.o_bias
-    yield "post_attention_layernorm.weight", layer.mlp_norm
-    yield from _slices(gate_up, layer.gate_up, layer.gate_up_bias)
-    yield "mlp.down_proj.weight", layer.down
-    yield "mlp.down_proj.bias", layer.down_bias
-
-
-def _slices(
-    parts: list[tuple[str, int]], weight: torch.Tensor, bias: torch.Tensor | None
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the views of a fused projection that its parts, each ``(name, rows)``, fill."""
-    start = 0
-    for name, rows in parts:
-        yield f"{name}.weight", weight[start : start + rows]
-        yield f"{name}.bias", None if bias is None else bias[start : start + rows]
-        start += rows
 
 
 def random_weights(

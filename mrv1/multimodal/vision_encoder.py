@@ -17,21 +17,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.config import checkpoint_dir, dtype_name
+from mrv1.config import dtype_name
 from mrv1.device import resolve_device, resolve_dtype
 from mrv1.errors import ConfigError, RequestError, short
-from mrv1.models import ModelConfig, stored_tensors
+from mrv1.models import Checkpoint, ModelConfig
 from mrv1.models.files import refusal
-from mrv1.models.tokenizer import load_tokenizer
+from mrv1.models.tokenizer import PROCESSOR_FILES, has_processor
 from mrv1.models.vision import VISION_PREFIXES
 from mrv1.multimodal.item import DIGEST_BYTES, MultimodalItem
 from mrv1.multimodal.reading import local_path, reading
 
 if TYPE_CHECKING:
     from mrv1.config import Dtype
-
-IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Settings of the image processor: a checkpoint has one of these files."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +70,8 @@ class VisionEncoder:
             raise ConfigError(
                 'pillow: expected it installed for images, found none; pip install "mrv1[vision]"'
             )
-        self.directory = checkpoint_dir(model)
+        self._checkpoint = Checkpoint.open(model)
+        self.directory = self._checkpoint.path
         config = ModelConfig.from_pretrained(self.directory)
         if config.vision is None:
             raise ConfigError(
@@ -93,9 +91,9 @@ class VisionEncoder:
         """Return the image processor, the encoder, and the tokens around an image."""
         from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
-        where = f"checkpoint {str(self.directory)!r}"
-        if not any((self.directory / name).is_file() for name in IMAGE_PROCESSOR_FILES):
-            expected = " or ".join(IMAGE_PROCESSOR_FILES)
+        where = self._checkpoint.where
+        if not has_processor(self.directory):
+            expected = " or ".join(PROCESSOR_FILES)
             raise ConfigError(f"{where}: image processor: expected {expected}, found neither")
         try:
             processor = AutoImageProcessor.from_pretrained(
@@ -121,7 +119,7 @@ class VisionEncoder:
         """Return the encoder's tensors by their names in it."""
         return {
             name.removeprefix(prefix): tensor
-            for name, tensor in stored_tensors(self.directory, VISION_PREFIXES)
+            for name, tensor in self._checkpoint.tensors(VISION_PREFIXES)
             for prefix in VISION_PREFIXES
             if name.startswith(prefix)
         }
@@ -279,14 +277,14 @@ class VisionEncoder:
                 )
             except Exception as error:  # OSError, ValueError, ...
                 raise ConfigError(
-                    f"checkpoint {str(self.directory)!r}: video processor: {refusal(error)}"
+                    f"{self._checkpoint.where}: video processor: {refusal(error)}"
                 ) from error
         return self._video_processor
 
     def _time(self, first: int, last: int, fps: Any) -> list[int]:  # noqa: ANN401 - checked
         """Return the time between two frames as the tokens that Qwen3-VL has before its frames."""
         if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.directory)
+            self._tokenizer = self._checkpoint.tokenizer()
         text = f"<{(first / fps + last / fps) / 2:.1f} seconds>"
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids

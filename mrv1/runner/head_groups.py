@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, policy_source
-from mrv1.models import ModelConfig
-from mrv1.models.files import read_json
-from mrv1.models.gguf_file import is_gguf
+from mrv1.models import Checkpoint, ModelConfig
 
 
 def resolve_policy(
@@ -36,10 +34,8 @@ def resolve_policy(
     if policy is None and config.head_policy is not None:
         policy = policy_source(config.head_policy).of_model(len(windows), num_kv_heads)
     if policy is None and is_checkpoint:
-        path = checkpoint_dir(config.model)
-        if not is_gguf(path):
-            raw = read_json(path / "config.json")
-            policy = HeadPolicy.of_config(raw, len(windows), num_kv_heads)
+        raw = Checkpoint.open(config.model).raw_config()
+        policy = HeadPolicy.of_config(raw, len(windows), num_kv_heads)
     if policy is None:
         return HeadPolicy.of_layer_windows(windows, num_kv_heads)
     if policy.num_kv_heads != num_kv_heads:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, dtype_name, resolve_max_model_len
+from mrv1.config import EngineConfig, dtype_name, resolve_max_model_len
 from mrv1.device import device_info, fp8_path, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.forks import keep_for_ever, tell_of_forks
@@ -23,11 +23,11 @@ from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
+    Checkpoint,
     DecoderModel,
     ModelConfig,
     NamedTensors,
     ParallelContext,
-    load_kv_scales,
     load_model,
 )
 from mrv1.multimodal import MultimodalItem
@@ -164,8 +164,8 @@ class ModelRunner:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
         if model is None:  # once: the directory of a Hugging Face id may change between two calls
-            directory = checkpoint_dir(config.model, progress=progress)
-            config = self.config = replace(config, model=str(directory))
+            checkpoint = Checkpoint.open(config.model, progress=progress)
+            config = self.config = replace(config, model=str(checkpoint.path))
         ops = select_ops(self.path)
         if config.debug_sync:
             ops = synced(ops, device)
@@ -188,7 +188,11 @@ class ModelRunner:
         """Which of this rank's KV heads share blocks."""
         head_scales = None
         if is_fp8 and config.kv_scale == "head":
-            head_scales = load_kv_scales(checkpoint_dir(config.model), model_config)
+            head_scales = Checkpoint.open(config.model).kv_scales(
+                model_config.num_layers,
+                model_config.num_kv_heads,
+                has_vision=model_config.vision is not None,
+            )
             own_heads = (*head_scales.shape[:2], self.head_groups.policy.num_kv_heads)
             head_scales = head_scales[parallel.part(head_scales.shape, own_heads)]
         dtype = (

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 from mrv1 import ConfigError
 from mrv1.calibration import Texts, load_texts
-from mrv1.config import checkpoint_dir
+from mrv1.models import Checkpoint
 from tests.models.families import tiny_checkpoint
 from training.corpus import CHECKPOINT_DIR, CORPUS_PATH
 from training.recall import RecallVocabulary
 
-TINY = checkpoint_dir("tiny")
+TINY = Checkpoint.open("tiny")
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_unusable_texts_and_tokenizers_are_errors(tmp_path: Path):
         load_texts(TINY, short, 512)
     tiny_checkpoint(tmp_path / "ids", "qwen3")
     with pytest.raises(ConfigError, match=r"expected a tokenizer in .*ids"):
-        load_texts(tmp_path / "ids", "synthetic", 512)
-    shutil.copytree(TINY, tmp_path / "damaged")
+        load_texts(Checkpoint.at(tmp_path / "ids"), "synthetic", 512)
+    shutil.copytree(TINY.path, tmp_path / "damaged")
     (tmp_path / "damaged" / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"tokenizer: cannot load the one in .*damaged"):
-        load_texts(tmp_path / "damaged", "synthetic", 512)
+        load_texts(Checkpoint.at(tmp_path / "damaged"), "synthetic", 512)

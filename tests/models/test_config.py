@@ -44,7 +44,7 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
     assert config.architecture == ARCHITECTURES[family]
     assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (2, 4, 2)
     assert (config.head_dim, config.rope.rotary_dim) == (32, 32)
-    assert config.qk_norm == (family == "qwen3")
+    assert config.qk_norm == ("head" if family == "qwen3" else "none")
     assert config.rope_interleaved == (family == "ernie4_5")
     assert config.torch_dtype == torch.float32
 

@@ -12,8 +12,8 @@ from mrv1.config import checkpoint_dir
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, load_kv_scales, load_model
-from mrv1.models.kv_scales import scale_names
+from mrv1.models import Checkpoint, ModelConfig, load_model
+from mrv1.models.checkpoint import scale_names
 from mrv1.models.loading import load_weights
 from tests.models.driver import PagedDriver
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
@@ -67,7 +67,7 @@ def test_an_fp8_cache_changes_the_logits_of_a_trained_model_little() -> None:
         directory, device="cpu", dtype=torch.float32, ops=select_ops("reference"), progress=False
     )
     text = "KING RICHARD III:\nA horse! A horse! my kingdom for a horse!\n\nROMEO:\nO, she doth"
-    ids = Tokenizer(directory).encode(text)
+    ids = Tokenizer(Checkpoint.at(directory)).encode(text)
 
     def run(driver: PagedDriver) -> torch.Tensor:
         return driver.logits([ids], None)[0]
@@ -108,7 +108,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(directory: Path) -> torch.Tensor:
-    return load_kv_scales(directory, ModelConfig.from_pretrained(directory))
+    config = ModelConfig.from_pretrained(directory)
+    return Checkpoint.at(directory).kv_scales(config.num_layers, config.num_kv_heads)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,11 @@ def test_scales_are_ignored_where_the_cache_does_not_use_them(
     checkpoint: Path, spelling: int
 ) -> None:
     config = ModelConfig.from_pretrained(checkpoint)
-    before = load_weights(checkpoint, config, device="cpu", dtype=torch.float32, progress=False)
+    before = load_weights(
+        Checkpoint.at(checkpoint), config, device="cpu", dtype=torch.float32, progress=False
+    )
     add_tensors(checkpoint, scale_tensors(spelling))
-    after = load_weights(checkpoint, config, device="cpu", dtype=torch.float32, progress=False)
+    after = load_weights(
+        Checkpoint.at(checkpoint), config, device="cpu", dtype=torch.float32, progress=False
+    )
     assert torch.equal(before.embed, after.embed)

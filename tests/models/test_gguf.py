@@ -23,9 +23,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, load_model
+from mrv1.models import Checkpoint, ModelConfig, load_model
 from mrv1.models.gguf_file import open_gguf
-from mrv1.models.tokenizer import load_tokenizer
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import ROPES, expected_logits, random_model, tiny_config
 
@@ -226,7 +225,7 @@ def test_greedy_tokens_and_text_equal_transformers(tiny_gguf):
 def test_other_files_of_the_folder_do_not_count(tiny_gguf, tmp_path):
     """A tokenizer.json beside a GGUF file is another model's."""
     path = shutil.copy(tiny_gguf[0], tmp_path / "model.gguf")
-    alone = load_tokenizer(path)
+    alone = Checkpoint.at(path).tokenizer()
     other = json.loads((TINY / "tokenizer.json").read_text("utf-8"))
     other["model"]["merges"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(other), "utf-8")
@@ -234,7 +233,7 @@ def test_other_files_of_the_folder_do_not_count(tiny_gguf, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     (tmp_path / "config.json").write_text("{}")
-    beside = load_tokenizer(path)
+    beside = Checkpoint.at(path).tokenizer()
     assert beside.encode("What is the matter?") == alone.encode("What is the matter?")
     assert beside.chat_template == alone.chat_template == CHAT
     assert beside.eos_token == alone.eos_token == "<|endoftext|>"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, load_model
+from mrv1.models import Checkpoint, ModelConfig, load_model
 from mrv1.models.loading import load_weights
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.weights import ModelWeights, checkpoint_tensors
@@ -27,7 +27,9 @@ INDEX = "model.safetensors.index.json"
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> ModelWeights:
     config = ModelConfig.from_pretrained(directory)
-    return load_weights(directory, config, device="cpu", dtype=dtype, progress=False)
+    return load_weights(
+        Checkpoint.at(directory), config, device="cpu", dtype=dtype, progress=False
+    )
 
 
 def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -81,9 +83,9 @@ def test_projections_are_fused_in_order(single: Path) -> None:
     layer = load(single).layers[1]
     file = load_file(single / "model.safetensors")
     parts = [file[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
-    assert torch.equal(layer.qkv, torch.cat(parts))
+    assert torch.equal(layer.qkv.values, torch.cat(parts))
     parts = [file[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]
-    assert torch.equal(layer.gate_up, torch.cat(parts))
+    assert torch.equal(layer.gate_up.values, torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -114,7 +116,8 @@ def test_loading_never_needs_twice_the_memory_of_the_model(
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    weights = load_weights(tmp_path, config, device=device, dtype=torch.bfloat16, progress=False)
+    checkpoint = Checkpoint.at(tmp_path)
+    weights = load_weights(checkpoint, config, device=device, dtype=torch.bfloat16, progress=False)
     peak = torch.cuda.max_memory_allocated(device) - before
     after = torch.cuda.memory_allocated(device) - before
     largest = max(t.numel() for t in checkpoint_tensors(config, weights).values())
@@ -158,7 +161,9 @@ def test_progress_is_shown_only_if_stderr_is_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     capsys.readouterr()
-    load_weights(single, config, device="cpu", dtype=torch.float32, progress=progress)
+    load_weights(
+        Checkpoint.at(single), config, device="cpu", dtype=torch.float32, progress=progress
+    )
     captured = capsys.readouterr()
     assert captured.out == ""
     assert ("Loading weights" in captured.err) == (progress and is_terminal)
@@ -177,13 +182,13 @@ def tied(tmp_path: Path) -> Path:
 
 def test_tied_head_is_the_embedding(tied: Path) -> None:
     weights = load(tied)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.values is weights.embed
 
 
 def test_tied_head_may_be_stored_too(tied: Path) -> None:
     rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t[EMBED].clone()}))
     weights = load(tied)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.values is weights.embed
 
 
 @pytest.mark.parametrize("shape", [(160, 64), (160, 32)])
@@ -211,12 +216,17 @@ def test_a_tied_head_stored_alone_is_the_embedding(tied: Path, sharded: bool) ->
     again = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
     assert torch.equal(again.get_input_embeddings().weight, expected)
     weights = load(tied)
-    assert weights.lm_head is weights.embed
+    assert weights.lm_head.values is weights.embed
     assert torch.equal(weights.embed, expected)
     config = ModelConfig.from_pretrained(tied)
     parts = [
         load_weights(
-            tied, config, device="cpu", dtype=torch.float32, progress=False, parallel=rank
+            Checkpoint.at(tied),
+            config,
+            device="cpu",
+            dtype=torch.float32,
+            progress=False,
+            parallel=rank,
         ).embed
         for rank in (
             ParallelContext(rank=i, size=2, all_reduce=lambda x: x, all_gather=lambda x: x)

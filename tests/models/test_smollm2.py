@@ -23,8 +23,7 @@ from mrv1 import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from mrv1 import config as config_module
 from mrv1.config import checkpoint_dir
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, load_model
-from mrv1.models.tokenizer import load_tokenizer
+from mrv1.models import Checkpoint, ModelConfig, load_model
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.smollm2 import needs_smollm2
 from training.corpus import load_split
@@ -130,7 +129,7 @@ def test_the_benchmark_of_errors_writes_each_variant(
 @needs_smollm2
 @pytest.mark.slow
 def test_logits_equal_transformers(oracle: PreTrainedModel):
-    tokenizer = load_tokenizer(checkpoint_dir("smollm2"))
+    tokenizer = Checkpoint.open("smollm2").tokenizer()
     prompts = [tokenizer.encode(each["prompt"]) + each["token_ids"] for each in GREEDY[:3]]
     model = load_model(
         "smollm2", device="cpu", dtype=torch.float32, ops=select_ops("reference"), progress=False
@@ -173,7 +172,7 @@ MARKED = "<|im_start|>user\n|  5 |\n\n 2\tA  tab, 12,345.6 \u00e9\u4f60\U0001f60
 @needs_smollm2
 def test_text_is_cut_as_the_file_says(own_tokenizer: Tokenizer):
     """The name of the cut is "smollm": digits are tokens of their own."""
-    tokenizer = load_tokenizer(checkpoint_dir("smollm2"))
+    tokenizer = Checkpoint.open("smollm2").tokenizer()
     ids = tokenizer.encode("|  5 |")  # as llama.cpp cuts it
     assert tokenizer.convert_ids_to_tokens(ids) == ["|", "\u0120\u0120", "5", "\u0120|"]
     assert tokenizer.encode(MARKED) == own_tokenizer.encode(MARKED).ids
@@ -185,7 +184,7 @@ def test_text_is_cut_as_the_file_says(own_tokenizer: Tokenizer):
 @needs_smollm2
 @pytest.mark.slow
 def test_a_million_characters_are_cut_as_by_the_models_own_tokenizer(own_tokenizer: Tokenizer):
-    tokenizer = load_tokenizer(checkpoint_dir("smollm2"))
+    tokenizer = Checkpoint.open("smollm2").tokenizer()
     for text in load_split():
         ids = own_tokenizer.encode(text).ids
         assert tokenizer.encode(text) == ids

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mrv1 import ConfigError
+from mrv1.models import Checkpoint
 from mrv1.models import tokenizer as tokenizer_module
-from mrv1.models.tokenizer import load_tokenizer
 from tests.models.tokenizer_families import FAMILIES, SPECIAL
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "ernie4_5")
@@ -53,7 +53,7 @@ def both(request, tmp_path_factory) -> tuple[Tokenizer, dict[str, Any]]:
     ):  # numbers without a common factor
         name, config = pairs[index % len(pairs)]
         path = write(root / f"{index}", tokenizer, model_type, config)
-        loaded[f"{model_type}, {name}"] = load_tokenizer(path)
+        loaded[f"{model_type}, {name}"] = Checkpoint.at(path).tokenizer()
     return Tokenizer.from_file(str(path / "tokenizer.json")), loaded
 
 
@@ -89,7 +89,7 @@ def test_tokenizer_config_adds_tokens_and_sets_their_flags(tmp_path):
         str(size): {"content": "<tool>", "lstrip": False} | plain,
     }
     config = {"added_tokens_decoder": added}
-    loaded = load_tokenizer(write(tmp_path / "right", tokenizer, "qwen3", config))
+    loaded = Checkpoint.at(write(tmp_path / "right", tokenizer, "qwen3", config)).tokenizer()
     ids = loaded.encode("hello<tool> <|im_end|>")
     assert ids == [*tokenizer.encode("hello").ids, size, end]
     assert loaded.decode(ids, skip_special_tokens=True) == "hello"
@@ -97,7 +97,7 @@ def test_tokenizer_config_adds_tokens_and_sets_their_flags(tmp_path):
         added = {str(size + 5): {"content": name, "lstrip": False} | plain}
         path = write(tmp_path / name, tokenizer, "qwen3", {"added_tokens_decoder": added})
         with pytest.raises(ConfigError, match=rf"to be token {size + 5}, as it says, got {size} "):
-            load_tokenizer(path)
+            Checkpoint.at(path).tokenizer()
 
 
 def test_a_prompt_is_neither_cut_nor_padded(tmp_path):
@@ -105,7 +105,7 @@ def test_a_prompt_is_neither_cut_nor_padded(tmp_path):
     expected = tokenizer.encode("hello world").ids
     tokenizer.enable_truncation(1)
     tokenizer.enable_padding(length=16)
-    loaded = load_tokenizer(write(tmp_path / "model", tokenizer, "llama", None))
+    loaded = Checkpoint.at(write(tmp_path / "model", tokenizer, "llama", None)).tokenizer()
     assert loaded.encode("hello world") == expected != tokenizer.encode("hello world").ids
 
 
@@ -131,7 +131,7 @@ def test_no_code_of_a_checkpoint_runs_and_nobody_is_asked(
         (path / "tokenizer.json").unlink()
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on stdin"))
     with pytest.raises(ConfigError, match=r"tokenizer: .*no code of a checkpoint is run"):
-        load_tokenizer(path)
+        Checkpoint.at(path).tokenizer()
     assert not (path / "ran").exists()
     assert "own" not in sys.modules
 
@@ -140,7 +140,7 @@ def test_a_class_of_transformers_replaces_the_code_that_a_checkpoint_names(tmp_p
     """Published ERNIE checkpoints name code; transformers reads their tokenizer.json without."""
     tokenizer = FAMILIES["sentencepiece"]()
     config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
-    loaded = load_tokenizer(write(tmp_path / "a", tokenizer, "ernie4_5", config))
+    loaded = Checkpoint.at(write(tmp_path / "a", tokenizer, "ernie4_5", config)).tokenizer()
     assert loaded.encode("hello world") == tokenizer.encode("hello world").ids
 
 
@@ -150,7 +150,7 @@ def test_settings_without_a_vocabulary_are_refused(tmp_path, name):
     path = write(tmp_path / "a", FAMILIES["gpt2"](), "llama", {"tokenizer_class": name})
     (path / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"vocabulary: expected one of .*, found none"):
-        load_tokenizer(path)
+        Checkpoint.at(path).tokenizer()
 
 
 def test_a_vocabulary_in_other_files_counts(tmp_path):
@@ -158,7 +158,10 @@ def test_a_vocabulary_in_other_files_counts(tmp_path):
     path = write(tmp_path / "a", tokenizer, "llama", {"tokenizer_class": "GPT2Tokenizer"})
     (path / "tokenizer.json").unlink()
     tokenizer.model.save(str(path))  # vocab.json, merges.txt
-    assert load_tokenizer(path).encode("hello world") == tokenizer.encode("hello world").ids
+    assert (
+        Checkpoint.at(path).tokenizer().encode("hello world")
+        == tokenizer.encode("hello world").ids
+    )
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -170,5 +173,5 @@ def test_an_unreadable_sentencepiece_file_names_what_it_needs(tmp_path, monkeypa
     (path / "tokenizer.model").write_bytes(b"\n\x0e")
     monkeypatch.setattr(tokenizer_module, "find_spec", lambda _: is_installed or None)
     with pytest.raises(ConfigError, match="tokenizer: cannot load the one in") as caught:
-        load_tokenizer(path)
+        Checkpoint.at(path).tokenizer()
     assert ("needs `pip install sentencepiece protobuf`" in str(caught.value)) != is_installed

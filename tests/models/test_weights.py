@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from mrv1 import kernels
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
 from mrv1.kernels.registry import MODULE_OF_OP, select_ops
-from mrv1.models import DecoderModel, ModelConfig, ParallelContext, random_weights
+from mrv1.models import DecoderModel, ModelConfig, ParallelContext, Weight, random_weights
 from mrv1.models.weights import checkpoint_tensors
 from tests.models.driver import PagedDriver
 from tests.models.families import FAMILIES, tiny_config
@@ -40,6 +42,33 @@ def test_random_weights_follow_from_the_seed() -> None:
         assert torch.equal(tensor, other[name]) == (tensor.dim() == 1), name
         if tensor.dim() == 2:
             assert tensor.float().std() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.1), name
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_model_multiplies_by_codes_and_scales_as_by_their_products(groups: int) -> None:
+    """Codes of 8 bits, one scale for a row or for each 16 columns."""
+    config = ModelConfig.from_hf(tiny_config("qwen2"))
+    weights = random_weights(config, device="cpu", dtype=torch.float32, seed=0)
+
+    def logits(kind: str) -> torch.Tensor:
+        layers = []
+        for index, layer in enumerate(weights.layers):
+            generator = torch.Generator().manual_seed(index)
+            codes = torch.randint(-127, 128, layer.qkv.shape, generator=generator).to(torch.int8)
+            scales = torch.rand(len(codes), groups, generator=generator) / 500
+            dense = codes.float() * scales.repeat_interleave(codes.shape[1] // groups, 1)
+            stored = {
+                "dense": Weight(values=dense, bias=layer.qkv.bias),
+                "scaled": Weight(values=codes, bias=layer.qkv.bias, scales=scales),
+            }
+            assert stored[kind].dtype == torch.float32
+            layers.append(replace(layer, qkv=stored[kind]))
+        model = DecoderModel(
+            config, replace(weights, layers=tuple(layers)), select_ops("reference")
+        )
+        return PagedDriver(model, block_size=16, num_blocks=4).logits([list(range(40))], 16)[0]
+
+    assert torch.equal(logits("scaled"), logits("dense"))
 
 
 def test_global_random_state_is_left_alone() -> None:

@@ -90,7 +90,7 @@ def test_published_files_are_read(tmp_path, published):
     assert config.torch_dtype == torch.bfloat16
     assert config.tie_word_embeddings
     assert config.eos_token_ids == (151645,)
-    assert (config.qkv_bias, config.qk_norm) == (not is_qwen3, is_qwen3)
+    assert (config.qkv_bias, config.qk_norm) == (not is_qwen3, "head" if is_qwen3 else "none")
     assert set(config.layer_windows) == {-1}
     assert config.rope.rope_type == "default"
     assert config.rope.theta == (5e6 if is_qwen3 else 1e6)

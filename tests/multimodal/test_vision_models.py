@@ -23,7 +23,7 @@ from mrv1.engine.request import Request
 from mrv1.errors import RequestError, StepError
 from mrv1.kernels import reference
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, load_model, stored_tensors
+from mrv1.models import Checkpoint, DecoderModel, load_model
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.step import SlotRequest, StagedFeatures, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
@@ -410,7 +410,7 @@ def test_weights_are_updated_under_either_name(case_of, family):
     case = case_of(family)
     engine = case.engine(torch.device("cpu"))
     state = case.oracle.state_dict()
-    stored = dict(stored_tensors(case.path))
+    stored = dict(Checkpoint.at(case.path).tensors())
     assert {name for name in stored if "visual." in name}
     assert {name for name in state if name.startswith("model.language_model.")}
     for tensors in (state, stored):

@@ -18,7 +18,6 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
-from mrv1.config import checkpoint_dir
 from mrv1.device import memory_bytes
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.kv_transfer import KVTransfer
@@ -27,7 +26,7 @@ from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.requests import Requests, Step
 from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
 from mrv1.integrations.vllm.versions import interface, resolve
-from mrv1.models import DecoderModel, ModelConfig, random_model, stored_tensors
+from mrv1.models import Checkpoint, DecoderModel, ModelConfig, random_model
 from mrv1.runner import AsyncOutput, ModelRunner
 
 if TYPE_CHECKING:
@@ -326,7 +325,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._runner.update_weights(weights_iterator, partial=True)
             return
         path = self._runner.config.model if weights_path is None else weights_path
-        self._runner.update_weights(stored_tensors(checkpoint_dir(path, progress=False)))
+        self._runner.update_weights(Checkpoint.open(path, progress=False).tensors())
 
     # --- the rest of vLLM's control calls ------------------------------------------------------
 

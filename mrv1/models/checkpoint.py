@@ -1,0 +1,418 @@
+"""A checkpoint, which is a Hugging Face directory or a GGUF file: everything that is read of one.
+
+It yields the configuration, the tokenizer, generation defaults, the scales of an fp8 cache, and
+tensors by name, whole or in part. No code of a checkpoint runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mrv1.config import checkpoint_dir
+from mrv1.errors import ConfigError
+from mrv1.models.files import raise_problems, read_json, refusal
+from mrv1.models.gguf_file import SUFFIX, GGUFFile, open_gguf
+from mrv1.models.hf_config import support_problems
+from mrv1.models.tokenizer import TOKENIZER_FILES, load_from_files, missing_packages
+from mrv1.models.vision import text_name
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+SINGLE_FILE = "model.safetensors"
+"""The whole model in one file; looked for first, as transformers does."""
+INDEX_FILE = "model.safetensors.index.json"
+"""The index that names the shard of each tensor."""
+GENERATION_CONFIG = "generation_config.json"
+"""The file with sampling defaults and end-of-sequence tokens."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", SUFFIX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a checkpoint, known from a file's header."""
+
+    file: Path
+    """The safetensors or GGUF file that contains the tensor."""
+    name: str
+    """The tensor's name in the file."""
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names it, for example ``BF16``; ``F32`` once dequantized."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scan:
+    """The headers of a checkpoint's files."""
+
+    named: set[str] | None = None
+    """Tensors that the checkpoint claims to hold; None = the claim itself is unreadable."""
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    """The tensors that can be read, by name."""
+    problems: list[str] = field(default_factory=list)
+    """Everything wrong with the index and the files."""
+
+
+class Checkpoint:
+    """A checkpoint on the disk. Making one reads nothing; each call reads what it returns.
+
+    This class reads a directory with ``config.json`` and safetensors files, ``GGUFCheckpoint`` a
+    GGUF file.
+
+    Args:
+        path: the directory or the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.where = f"checkpoint {str(path)!r}"
+        """Beginning of messages."""
+
+    @staticmethod
+    def open(model: str | Path, *, progress: bool = True) -> Checkpoint:
+        """Return a model's checkpoint; arguments and errors as in ``checkpoint_dir``."""
+        return Checkpoint.at(checkpoint_dir(model, progress=progress))
+
+    @staticmethod
+    def at(path: Path) -> Checkpoint:
+        """Return the checkpoint at a path, which is a GGUF file if its name says so."""
+        is_gguf = path.suffix == SUFFIX and not path.is_dir()
+        return GGUFCheckpoint(path) if is_gguf else Checkpoint(path)
+
+    def raw_config(self) -> dict[str, Any]:
+        """Return ``config.json``; of a GGUF file an empty dict.
+
+        Raises:
+            ConfigError: the file is not valid.
+        """
+        return read_json(self.path / "config.json")
+
+    def hf_config(self) -> PretrainedConfig:
+        """Return the configuration as transformers' class of the family.
+
+        Raises:
+            ConfigError: it cannot be read or is not supported; the message lists every reason.
+        """
+        from transformers import AutoConfig  # takes seconds to import: only loading pays for it
+
+        raise_problems(self.where, support_problems(self.raw_config()))
+        try:
+            return AutoConfig.from_pretrained(
+                self.path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # KeyError, ValueError and transformers' validation errors
+            reason = refusal(error)
+            raise ConfigError(f"{self.where}: config.json is not valid: {reason}") from error
+
+    def generation_config(self, source: str | Path | None = "auto") -> tuple[Path, dict[str, Any]]:
+        """Return a ``generation_config.json`` and its content, which is empty without a file.
+
+        Args:
+            source: ``EngineConfig.generation_config``: the checkpoint's own file, or a directory.
+
+        Raises:
+            ConfigError: ``source`` is a directory without such a file, or the file is not valid.
+        """
+        is_own = source in ("auto", "vllm", None)
+        try:
+            folder = self.path if is_own else Path(str(source)).expanduser()
+            file = folder / GENERATION_CONFIG
+            if file.is_file():
+                return file, read_json(file)
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such user after the ~
+            raise ConfigError(
+                f"generation_config: expected a readable directory, got {str(source)!r}: {error}"
+            ) from error
+        if not is_own:
+            raise ConfigError(
+                f"generation_config: expected 'auto', 'vllm', None or a directory with a "
+                f"{GENERATION_CONFIG}, got {str(source)!r}, which has none"
+            )
+        return file, {}
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer; without one a checkpoint serves token ids only."""
+        return any((self.path / name).is_file() for name in TOKENIZER_FILES)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer as an object of transformers.
+
+        Raises:
+            ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict
+                one another.
+        """
+        try:
+            return self._tokenizer()
+        except Exception as error:  # the tokenizers package raises its own types
+            raise ConfigError(
+                f"tokenizer: cannot load the one in {str(self.path)!r}: {refusal(error)}"
+                f"{missing_packages(self.path)}"
+            ) from error
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_from_files(self.path)
+
+    def scan(self, *, has_vision: bool = False) -> Scan:
+        """Return the tensors of the checkpoint and every problem found.
+
+        Args:
+            has_vision: there is a vision encoder, whose tensors are left out; the others get the
+                names of a text model alone.
+        """
+        scan = self._scan()
+        if not has_vision:
+            return scan
+        return Scan(
+            named=None if scan.named is None else set(_text_names(scan.named)),
+            tensors={n: scan.tensors[own] for n, own in _text_names(scan.tensors).items()},
+            problems=scan.problems,
+        )
+
+    def read(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        parts: Mapping[str, tuple[slice, ...]] | None = None,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the values of each tensor, on the CPU, file by file.
+
+        Args:
+            tensors: some tensors of ``scan``.
+            parts: slices of some of them, of which only that part is read.
+        """
+        names_of_file: dict[Path, list[str]] = defaultdict(list)
+        for name, tensor in tensors.items():
+            names_of_file[tensor.file].append(name)
+        for file, names in names_of_file.items():
+            with self._open(file) as opened:
+                for name in names:
+                    if parts and name in parts:
+                        yield name, opened.get_slice(tensors[name].name)[parts[name]]
+                    else:
+                        yield name, opened.get_tensor(tensors[name].name)
+
+    def tensors(self, prefixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the values of each tensor, on the CPU.
+
+        Args:
+            prefixes: only tensors whose name begins with one of these.
+
+        Raises:
+            ConfigError: a file is missing or unreadable; one message lists everything found.
+        """
+        scan = self.scan()
+        raise_problems(self.where, scan.problems)
+        return self.read({n: t for n, t in scan.tensors.items() if n.startswith(prefixes)})
+
+    def kv_scales(
+        self, num_layers: int, num_kv_heads: int, *, has_vision: bool = False
+    ) -> torch.Tensor:
+        """Return the static scales of an fp8 cache, as calibration tools store them.
+
+        A scale is a dequantisation multiplier, ``x ~ q * scale``, of a whole layer or of a KV
+        head.
+
+        Returns:
+            ``[layers, 2, kv_heads]`` float32 on the CPU: the scales of keys, then of values.
+
+        Raises:
+            ConfigError: a scale is missing, misshaped or not a positive number; one message lists
+                everything found.
+        """
+        scan = self.scan(has_vision=has_vision)
+        problems = list(scan.problems)
+        scales = torch.ones(num_layers, 2, num_kv_heads)
+        places, missing = {}, []
+        for layer in range(num_layers):
+            for index, part in enumerate("kv"):
+                names = scale_names(layer, part)
+                found = [name for name in names if name in scan.tensors]
+                if found:
+                    places[found[0]] = scales[layer, index]
+                else:
+                    missing.append(names)
+        for name, tensor in self.read({name: scan.tensors[name] for name in places}):
+            scale = tensor.float().flatten()
+            if tensor.numel() not in (1, num_kv_heads):
+                problems.append(
+                    f"{name}: expected one value or {num_kv_heads} (KV heads), "
+                    f"got shape {list(tensor.shape)}"
+                )
+            elif not bool((scale.isfinite() & (scale > 0)).all()):
+                problems.append(f"{name}: expected finite values > 0, got {scale}")
+            else:
+                places[name].copy_(scale)
+        if missing:
+            names, more = missing[0], f" (and {len(missing) - 1} more)" if missing[1:] else ""
+            problems.append(
+                f"{names[0]}: missing{more}, under this name or as {' or '.join(names[1:])}; "
+                "kv_scale='head' takes its scales from the checkpoint: choose kv_scale='token', "
+                "which needs none"
+            )
+        raise_problems(f"kv_scale: {self.where}", problems)
+        return scales
+
+    def _scan(self) -> Scan:
+        """Return the tensors under their stored names, and every problem."""
+        single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
+        try:
+            if single.is_file():
+                tensors = self._header(single)
+                return Scan(named=set(tensors), tensors=tensors)
+            if index.is_file():
+                return self._scan_shards(_weight_map(index))
+        except ConfigError as error:
+            return Scan(problems=[str(error)])
+        others = sorted(p.name for p in self.path.glob("*") if p.suffix in _WEIGHT_SUFFIXES)
+        found = ", ".join(others) or "none"
+        problem = f"weights: expected {SINGLE_FILE} or {INDEX_FILE}, got {found}"
+        return Scan(problems=[problem])
+
+    def _scan_shards(self, weight_map: Mapping[str, str]) -> Scan:
+        """Return the tensors that an index places in shards, and every difference to them."""
+        scan = Scan(named=set(weight_map))
+        names_of_shard: dict[str, set[str]] = defaultdict(set)
+        for name, shard in weight_map.items():
+            names_of_shard[shard].add(name)
+        for shard, names in sorted(names_of_shard.items()):
+            try:
+                held = self._header(_existing(self.path / shard))
+            except ConfigError as error:
+                scan.problems.append(str(error))
+                continue
+            scan.tensors |= {name: held[name] for name in names & held.keys()}
+            scan.problems += [
+                f"{name}: {INDEX_FILE} places it in {shard}, which does not hold it"
+                for name in sorted(names - held.keys())
+            ]
+            scan.problems += [
+                f"{name}: held by {shard}, but {INDEX_FILE} does not place it there"
+                for name in sorted(held.keys() - names)
+            ]
+        return scan
+
+    def _header(self, file: Path) -> dict[str, StoredTensor]:
+        """Return the tensors of a safetensors file; errors as ``_open``."""
+        with self._open(file) as opened:
+            views = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(
+                    file=file, name=name, shape=tuple(view.get_shape()), dtype=view.get_dtype()
+                )
+                for name, view in views.items()
+            }
+
+    @contextmanager
+    def _open(self, file: Path) -> Iterator[Any]:
+        """Open a file, memory-mapped: a tensor is read when it is asked for.
+
+        Raises:
+            ConfigError: the file is missing, truncated or of another format.
+        """
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                yield opened
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
+
+
+def _text_names(stored_names: Iterable[str]) -> dict[str, str]:
+    """Return the names of the text model's tensors, and the stored name of each."""
+    return {name: own for own in stored_names if (name := text_name(own)) is not None}
+
+
+def scale_names(layer: int, part: str) -> tuple[str, ...]:
+    """Return the names that a scale of an fp8 cache may have; ``part`` is ``"k"`` or ``"v"``.
+
+    compressed-tensors writes the first name; vLLM and ModelOpt write the others.
+    """
+    attention = f"model.layers.{layer}.self_attn"
+    return (
+        f"{attention}.{part}_scale",
+        f"{attention}.attn.{part}_scale",
+        f"{attention}.{part}_proj.{part}_scale",
+    )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's shard.
+
+    Raises:
+        ConfigError: the index is not valid.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()
+    ):
+        raise ConfigError(
+            f"{index.name}: expected weight_map to name a file of the directory for each tensor"
+        )
+    return weight_map
+
+
+def _existing(file: Path) -> Path:
+    """Return a shard's file.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        found = file.is_file()
+    except OSError:  # a name that no file system accepts
+        found = False
+    if not found:
+        shown = file.name if len(file.name) <= 80 else f"{file.name[:80]}..."
+        raise ConfigError(f"{shown}: named in {INDEX_FILE}, but there is no such file")
+    return file
+
+
+class GGUFCheckpoint(Checkpoint):
+    """A GGUF file, or all files of a model that llama.cpp has split."""
+
+    @property
+    def _file(self) -> GGUFFile:
+        return open_gguf(self.path)
+
+    def raw_config(self) -> dict[str, Any]:
+        """Return an empty dict."""
+        return {}
+
+    def hf_config(self) -> PretrainedConfig:
+        """Return the configuration that the metadata describe; errors as in ``Checkpoint``."""
+        try:
+            return self._file.config()
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from error
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the file has a vocabulary."""
+        return self._file.has_tokenizer
+
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return self._file.vocabulary.tokenizer()
+
+    def _scan(self) -> Scan:
+        try:
+            file = self._file
+            file.check_quantizations()
+        except ConfigError as error:
+            return Scan(problems=[str(error)])
+        tensors = {
+            name: StoredTensor(file=self.path, name=name, shape=shape, dtype="F32")
+            for name, shape in file.shapes.items()
+        }
+        return Scan(named=set(tensors), tensors=tensors)
+
+    @contextmanager
+    def _open(self, file: Path) -> Iterator[GGUFFile]:
+        yield open_gguf(file)
