@@ -1,0 +1,109 @@
+"""Norm orders and norms of queries and keys that no family of the table has yet.
+
+Families that have them stand in the table for these tests. The oracle is transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Exaone4Config, Gemma2Config, Olmo2Config
+
+from mrv1 import ConfigError
+from mrv1.kernels.registry import select_ops
+from mrv1.models import ModelConfig, ParallelContext, load_model
+from mrv1.models.architectures import ARCHITECTURES, Architecture, NormOrder, QKNormKind
+from tests.models import families
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import expected_logits, save_checkpoint, tiny_config
+from tests.thread_ranks import on_ranks
+
+TABLE = {
+    "Olmo2ForCausalLM": Architecture(model_type="olmo2", norm_order="after", qk_norm="vector"),
+    "Exaone4ForCausalLM": Architecture(model_type="exaone4", norm_order="after", qk_norm="head"),
+    "Gemma2ForCausalLM": Architecture(model_type="gemma2", norm_order="both"),
+}
+CONFIGS = {"olmo2": Olmo2Config, "exaone4": Exaone4Config, "gemma2": Gemma2Config}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "exaone4": {"layer_types": ["full_attention"] * 2, "sliding_window": None},
+    "gemma2": {
+        "layer_types": ["full_attention"] * 2,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "silu",
+        "hidden_act": "silu",
+    },
+}
+PROMPT = [(7 * i) % 160 for i in range(40)]
+
+
+@pytest.fixture
+def family(request, monkeypatch) -> str:
+    for name, architecture in TABLE.items():
+        monkeypatch.setitem(ARCHITECTURES, name, architecture)
+    for name, config in CONFIGS.items():
+        monkeypatch.setitem(families.FAMILIES, name, config)
+    return request.param
+
+
+def checkpoint(folder: Path, family: str) -> torch.Tensor:
+    """Write a checkpoint; return transformers' logits of the prompt, with norms in float32.
+
+    Gemma's norms multiply by 1 + w, and it scales embeddings: its file gets what they come to.
+    """
+    model = save_checkpoint(folder, tiny_config(family, **SETTINGS[family]))
+    if family == "gemma2":
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if "norm" in name:
+                tensor += 1
+        tensors["model.embed_tokens.weight"] *= 8  # the root of the hidden size
+        save_file(tensors, file, metadata={"format": "pt"})
+    return expected_logits(model.double(), PROMPT)
+
+
+def logits(path: Path, chunk: int, parallel: ParallelContext | None = None) -> torch.Tensor:
+    model = load_model(
+        path, device="cpu", dtype=torch.float64, ops=select_ops("reference"), progress=False,
+        parallel=parallel,
+    )  # fmt: skip
+    driver = PagedDriver(
+        model, block_size=16, num_blocks=blocks_needed([PROMPT], 16), num_padding_rows=0
+    )
+    return driver.logits([PROMPT], chunk)[0]
+
+
+def test_every_value_of_the_fields_has_a_family():
+    families = [*ARCHITECTURES.values(), *TABLE.values()]
+    assert {each.norm_order for each in families} == {*get_args(NormOrder)}
+    assert {each.qk_norm for each in families} == {*get_args(QKNormKind)}
+
+
+@pytest.mark.parametrize("family", CONFIGS, indirect=True)
+def test_logits_equal_those_of_transformers(tmp_path, family):
+    """Token by token, which norms later, and with several tokens."""
+    expected = checkpoint(tmp_path, family)
+    for chunk in (1, 24):
+        torch.testing.assert_close(logits(tmp_path, chunk), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["exaone4", "gemma2"], indirect=True)
+def test_ranks_norm_the_sum_of_their_parts(tmp_path, family):
+    expected = checkpoint(tmp_path, family)
+    for found in on_ranks(2, lambda parallel: logits(tmp_path, 24, parallel)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["olmo2"], indirect=True)
+def test_a_norm_over_the_heads_of_all_ranks_is_refused(family):
+    config = ModelConfig.from_hf(tiny_config(family))
+    context = ParallelContext(size=2, all_reduce=torch.clone, all_gather=torch.clone)
+    with pytest.raises(ConfigError, match="expected 1 where a norm is over the heads of all"):
+        context.shard(config)
