@@ -43,6 +43,7 @@ from mrv1.kernels import (
 from mrv1.kernels.attention.decode.plan import Item
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
+from mrv1.kernels.cache.formats import FP8
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -119,7 +120,7 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
     for case in _paged((1, 1, 1), device):
         plan = DecodePlan.allocate(  # deterministic and fp8: the same on every device
             max_reqs=3, max_keys=512, layout=case.layout, num_q_heads=16, dtype=torch.bfloat16,
-            is_fp8=True, deterministic=True,
+            page_format=FP8, deterministic=True,
         )  # fmt: skip
         ops.plan_decode_attention(case.seq_lens, case.layout, plan)
         yield plan.items[: int(plan.num_items), : len(Item._fields)]

@@ -138,29 +138,29 @@ def kernel_path(device: torch.device) -> KernelPath:
     return "interpreter" if INTERPRET else "reference"
 
 
-Fp8Path = Literal["hardware", "integer"]
+ConversionPath = Literal["hardware", "integer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Choice:
-    """How a device converts e4m3 codes, and why; both paths give the same bits."""
+class Conversion:
+    """How a device converts codes of a KV cache, and why; all paths give the same bits."""
 
-    path: Fp8Path
+    path: ConversionPath
     reason: str
 
 
-def fp8_path(device: torch.device) -> Fp8Choice:
+def fp8_path(device: torch.device) -> Conversion:
     """Return how kernels convert e4m3 on ``device``.
 
     Raises:
         UnsupportedDeviceError: the GPU is older than sm_80.
     """
     if device.type == "cpu":
-        return Fp8Choice(path="hardware", reason="the interpreter's conversion is exact")
+        return Conversion(path="hardware", reason="the interpreter's conversion is exact")
     return choose_fp8_path(device_info(device), is_amd=torch.version.hip is not None)
 
 
-def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Fp8Choice:
+def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
     """Return how a GPU with these facts converts e4m3.
 
     Args:
@@ -171,7 +171,7 @@ def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Fp8Choice:
         UnsupportedDeviceError: the GPU is older than sm_80.
     """
     if is_amd:
-        return Fp8Choice(path="integer", reason=f"{info.name}: AMD's own e4m3 has another format")
+        return Conversion(path="integer", reason=f"{info.name}: AMD's own e4m3 has another format")
     capability = info.capability or (0, 0)
     if capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
@@ -180,8 +180,8 @@ def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Fp8Choice:
             "without scales)"
         )
     if capability < (8, 9):
-        return Fp8Choice(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
-    return Fp8Choice(path="hardware", reason=f"{info.name} converts e4m3")
+        return Conversion(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
+    return Conversion(path="hardware", reason=f"{info.name} converts e4m3")
 
 
 def has_dependent_launch(device: torch.device) -> bool:

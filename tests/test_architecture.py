@@ -238,10 +238,8 @@ def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
 
 
 ORACLE_USERS = {
-    "benchmarks.kernels.attention_data": "quantises keys and values as a cache holds them",
     "benchmarks.kernels.kv_write": "compares with the oracle in float64",
     "benchmarks.kernels.kv_write_data": "compares with the oracle's scales and codes",
-    "benchmarks.peers.attention": "quantises keys and values for peers with an fp8 cache",
 }
 
 
@@ -644,7 +642,7 @@ BREAKING = [
     ),
     (
         kernel_folders_point_one_way,
-        "kernels.cache.fp8",
+        "kernels.cache.codes",
         "from mrv1.kernels.attention.contracts import check_query_len",
     ),
     (kernel_folders_point_one_way, "kernels.step.reference", "from mrv1.kernels import reference"),

@@ -22,6 +22,7 @@ from benchmarks.measure.options import CheckpointBench
 from benchmarks.peers.vllm_engine import Job, measure_engine
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.options import REQUEST_CHECK
+from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.models import ModelConfig
 from mrv1.provenance import version_of
 from mrv1.runner.kv_cache import CacheSpec
@@ -367,8 +368,7 @@ def cache_spec(mode: str, config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
         num_kv_heads=config.num_kv_heads,
         block_size=16,
         head_dim=config.head_dim,
-        dtype=dtype if kind == "auto" else torch.float8_e4m3fn,
-        granularity="token" if kind == "fp8_per_token_head" else None,
+        page_format=PageFormat.plain(dtype) if kind == "auto" else FP8,
     )
 
 

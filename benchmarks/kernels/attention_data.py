@@ -10,8 +10,7 @@ import torch
 from benchmarks.kernels.attention_case import AttentionCase
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels import DecodePlan, KVLayout, KVScales, PrefillSplits
-from mrv1.kernels.cache.kv_scales import scales_per_block
-from mrv1.kernels.reference import quantize_e4m3, token_scale
+from mrv1.kernels.cache.formats import FP8
 from mrv1.runner.kv_cache import CacheSpec, KVCache
 
 QUANTIZED_ROWS = 1 << 18
@@ -92,7 +91,7 @@ class AttentionData:
             layout=self.layout,
             num_q_heads=case.num_q_heads,
             dtype=case.dtype,
-            is_fp8=case.is_fp8,
+            page_format=case.page_format,
             deterministic=deterministic,
         )
 
@@ -121,8 +120,7 @@ def cache_shape(
         num_kv_heads=case.num_kv_heads,
         block_size=case.block_size,
         head_dim=case.head_dim,
-        dtype=case.cache_dtype,
-        granularity=case.kv_scale if case.is_fp8 else None,
+        page_format=case.page_format,
     )
     heads = tuple(case.visible(head) for head in range(case.num_kv_heads))
     groups = HeadGroups.of_roles(
@@ -192,8 +190,8 @@ def _fill_codes(
     parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)
     for part, scale in parts:
         x = torch.empty(part.shape, device=codes.device).normal_(generator=generator)
-        scale.copy_(token_scale(x).amax(dim=1))
-        part.copy_(quantize_e4m3(x, scale[:, None]))
+        scale.copy_(FP8.scale(x).amax(dim=1))
+        part.copy_(FP8.encode(x, scale[:, None]))
 
 
 def relative_error(data: AttentionData, layer: Layer) -> float:
@@ -262,7 +260,7 @@ def _exact_rows(
         gather(x.view(-1, case.head_dim), case.block_size).double() for x in (layer.k, layer.v)
     )
     if layer.scales is not None:
-        per_block = scales_per_block(case.kv_scale, case.block_size)
+        per_block = FP8.per(case.kv_scale).scales_per_block(case.block_size)
         k *= gather(layer.scales.k_scale.view(-1), per_block)[:, None]
         v *= gather(layer.scales.v_scale.view(-1), per_block)[:, None]
     q = layer.q.view(len(layer.q), case.num_kv_heads, -1, case.head_dim)[rows, head].double()

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.measure.options import CacheCase
 from mrv1.kernels import KVLayout, KVScales, reference
-from mrv1.kernels.cache.kv_scales import scales_per_block
+from mrv1.kernels.cache.formats import FP8
 
 SlotOrder = Literal["tokens", "blocks"]
 """Unit in random order: every slot (``tokens``), as no step writes them; or only the blocks, each
@@ -119,7 +119,7 @@ def make_write_data(
     )
     scales = None
     if case.is_fp8:
-        per_block = scales_per_block(case.kv_scale, case.block_size)
+        per_block = FP8.per(case.kv_scale).scales_per_block(case.block_size)
         sizes = (num_blocks, num_kv_heads, per_block)
         pair = [torch.empty(sizes, device=device) for _ in range(2)]
         is_token = case.kv_scale == "token"
@@ -169,9 +169,9 @@ def _wrong(
         if expected_scale is None:
             expected[blocks, :, tokens] = rows.contiguous().view(bits.dtype)
         else:
-            row_scale = reference.token_scale(rows)
+            row_scale = FP8.scale(rows)
             expected_scale[blocks, :, tokens] = row_scale
-            expected[blocks, :, tokens] = reference.quantize_e4m3(rows, row_scale)
+            expected[blocks, :, tokens] = FP8.encode(rows, row_scale)
     wrong = int((bits != expected).sum())
     if scale is not None and expected_scale is not None:
         wrong += int((scale.view(torch.int32) != expected_scale.view(torch.int32)).sum())

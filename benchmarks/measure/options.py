@@ -9,8 +9,8 @@ import torch
 
 from mrv1.config import Dtype
 from mrv1.errors import ConfigError
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
-from mrv1.kernels.cache.kv_scales import scales_per_block
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -121,19 +121,24 @@ class CacheCase:
     """What shares a scale in an fp8 cache, as in ``EngineConfig``."""
 
     @property
+    def page_format(self) -> PageFormat:
+        """How the cache stores K and V."""
+        return PageFormat.named(self.kv_dtype, self.kv_scale, self.dtype)
+
+    @property
     def is_fp8(self) -> bool:
         """Whether the cache holds codes with scales."""
-        return self.kv_dtype != "auto"
+        return self.page_format.has_scales
 
     @property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of K and V in the cache."""
-        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
+        return self.page_format.dtype
 
     @property
     def scale_share(self) -> float:
         """Bytes of scales per head's K, or V, of one token in the cache; an exact number."""
-        scales = scales_per_block(self.kv_scale, self.block_size) if self.is_fp8 else 0
+        scales = self.page_format.scales_per_block(self.block_size)
         return SCALE_BYTES * scales / self.block_size
 
     @property

@@ -20,8 +20,7 @@ from benchmarks.measure.options import KVDtype
 from benchmarks.measure.timing import Launch
 from benchmarks.peers import Peer
 from mrv1.kernels import KVScales
-from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
-from mrv1.kernels.reference import quantize_e4m3
+from mrv1.kernels.cache.formats import FP8
 
 LayerLaunch = Callable[[Layer], Launch]
 Adapter = Callable[[AttentionData], LayerLaunch]
@@ -44,7 +43,7 @@ def flash_attention_3(data: AttentionData) -> LayerLaunch:
     def launch(layer: Layer) -> Launch:
         q, k, v, scales, options = layer.q, layer.k, layer.v, layer.scales, {}
         if scales is not None:
-            q_scale = q.float().abs().max() / LARGEST_E4M3
+            q_scale = q.float().abs().max() / FP8.largest
             k_scale, v_scale = scales.k_scale.max(), scales.v_scale.max()
             q = (q.float() / q_scale).to(torch.float8_e4m3fn)
             k = _static_codes(k, scales.k_scale, k_scale)
@@ -298,5 +297,5 @@ def _static_codes(
     flat_scales = scales.view(-1)
     vectors = codes.view(len(flat_scales), -1)
     parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)
-    again = [quantize_e4m3(part.float(), static_scale / scale) for part, scale in parts]
+    again = [FP8.encode(part.float(), static_scale / scale) for part, scale in parts]
     return torch.cat(again).view(codes.dtype).flatten()

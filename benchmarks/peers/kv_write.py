@@ -14,14 +14,14 @@ import torch
 from benchmarks.kernels.kv_write_data import BYTE_DTYPE, WriteData, wrong_elements
 from benchmarks.measure.timing import Launch
 from benchmarks.peers import Peer
-from mrv1.kernels.cache.kv_scales import LARGEST_E4M3
+from mrv1.kernels.cache.formats import FP8
 
 SetLaunch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Launch]
 """Makes a launch on keys, values and slots."""
 CountWrong = Callable[[], int]
 Adapter = Callable[[WriteData], tuple[SetLaunch, CountWrong]]
 
-LARGEST_ERROR = 16.5 / LARGEST_E4M3
+LARGEST_ERROR = 16.5 / FP8.largest
 """Largest error of an element, relative to its vector's largest element: half of e4m3's last
 step, 32, plus earlier rounding."""
 

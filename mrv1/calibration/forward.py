@@ -9,6 +9,7 @@ from mrv1.config import KVCacheDtypeName
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, Visible
 from mrv1.headwise.recall import TokenIds
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
@@ -43,7 +44,7 @@ class PolicyModel:
             )
         self.model = model
         self.num_tokens = num_tokens
-        is_fp8 = kv_cache_dtype == "fp8_e4m3"
+        page_format = PageFormat.named(kv_cache_dtype, "token", model.dtype)
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         pages = (
             config.num_layers,
@@ -53,12 +54,11 @@ class PolicyModel:
             BLOCK_SIZE,
             config.head_dim,
         )
-        dtype = torch.float8_e4m3fn if is_fp8 else model.dtype
-        self._pages = torch.empty(pages, dtype=dtype, device=model.device)
+        self._pages = torch.empty(pages, dtype=page_format.dtype, device=model.device)
         self._scales: list[KVScales | None] = [None] * config.num_layers
-        if is_fp8:
+        if page_format.has_scales:
             scales = torch.empty(pages[:-1], dtype=torch.float32, device=model.device)
-            self._scales = [KVScales.per_token(*layer) for layer in scales]
+            self._scales = [KVScales.per_token(*layer, page_format) for layer in scales]
         self._layouts: dict[tuple[Visible, ...], KVLayout] = {}
         self._positions = torch.arange(num_tokens, device=model.device)
         self._block_table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)[None]

@@ -17,6 +17,7 @@ from mrv1.kernels.attention.decode.plan import DecodePlan as DecodePlan
 from mrv1.kernels.attention.prefill.choice import PrefillSplits as PrefillSplits
 from mrv1.kernels.cache.contracts import QKNorm as QKNorm
 from mrv1.kernels.cache.contracts import Rope as Rope
+from mrv1.kernels.cache.formats import PageFormat as PageFormat
 from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole
 from mrv1.kernels.cache.kv_layout import KVLayout as KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales as KVScales
@@ -45,6 +46,7 @@ else:
         "KVLayout",
         "KVScales",
         "LogitEdits",
+        "PageFormat",
         "PrefillSplits",
         "QKNorm",
         "RequestSlots",

@@ -125,7 +125,7 @@ class KernelBackend:
                     num_q_heads=self._num_q_heads,
                     dtype=self._dtype,
                     query_len=batch.query_len or 1,
-                    is_fp8=cache.scales is not None,
+                    page_format=cache.page_format,
                     deterministic=self._deterministic,
                     read_early=True,  # the previous launch is the layer's qkv_cache_write
                 )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.kv_scales import KVScales, format_of
 from mrv1.kernels.layers.contracts import FeatureRows
 
 
@@ -54,10 +55,15 @@ class LayerCache:
     """One layer's K and V buffers, and where its pages are in them."""
 
     k: torch.Tensor
-    """Contiguous, addressed flat by ``layout``; the model's dtype, or e4m3 with ``scales``."""
+    """Contiguous, addressed flat by ``layout``; the model's dtype, or codes with ``scales``."""
     v: torch.Tensor
     """As ``k``."""
     layout: KVLayout
     """Addresses, and each KV head's window and sink."""
     scales: KVScales | None = None
-    """Scales of an fp8 cache; None = a cache without scales."""
+    """Scales of the codes; None = pages hold values as they are."""
+
+    @property
+    def page_format(self) -> PageFormat:
+        """How pages store values."""
+        return format_of(self.k.dtype, self.scales)

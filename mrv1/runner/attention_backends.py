@@ -66,9 +66,9 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
             )
 
     require(
-        spec.granularity in (None, "head"),
+        spec.page_format.granularity in (None, "head"),
         "kv_cache_dtype='auto' or static scales (kv_scale='head')",
-        f"kv_scale={spec.granularity!r}",
+        f"kv_scale={spec.page_format.granularity!r}",
     )
     require(model.dtype in FLASHINFER_DTYPES, "dtype float16 or bfloat16", model.dtype)
     require(
@@ -158,7 +158,7 @@ class FlashInferBackend:
         self._options = {
             "sm_scale": model.softmax_scale,
             "q_data_type": model.dtype,
-            "kv_data_type": spec.dtype,
+            "kv_data_type": spec.page_format.dtype,
         }
         self._planned: torch.cuda.Event | None = None
 

@@ -14,8 +14,9 @@ import torch
 from mrv1.config import EngineConfig
 from mrv1.errors import CapacityError
 from mrv1.headwise import HeadGroup, HeadGroups
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity, scales_per_block
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import DecoderModel
 from mrv1.models.batch import LayerCache
 
@@ -35,22 +36,18 @@ class CacheSpec:
     block_size: int
     """Tokens per block."""
     head_dim: int
-    dtype: torch.dtype
-    """Dtype of the pages; float8_e4m3fn if the cache has scales."""
-    granularity: ScaleGranularity | None = None
-    """The part of the cache that shares one float32 scale; None = a cache without scales."""
+    page_format: PageFormat
+    """How pages store values."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: DecoderModel) -> Self:
         """Return the shapes and dtypes of a model's cache, as configured."""
-        is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         return cls(
             num_layers=model.config.num_layers,
             num_kv_heads=model.config.num_kv_heads,
             block_size=config.block_size,
             head_dim=model.config.head_dim,
-            dtype=torch.float8_e4m3fn if is_fp8 else model.dtype,
-            granularity=config.kv_scale if is_fp8 else None,
+            page_format=PageFormat.named(config.kv_cache_dtype, config.kv_scale, model.dtype),
         )
 
     @property
@@ -61,21 +58,20 @@ class CacheSpec:
     @property
     def page_scales(self) -> int:
         """Scales stored for a page; static scales are not among them."""
-        if self.granularity is None:
-            return 0
-        return scales_per_block(self.granularity, self.block_size)
+        return self.page_format.scales_per_block(self.block_size)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page and its scales."""
         scales = self.page_scales * torch.float32.itemsize
-        return self.page_elements * self.dtype.itemsize + scales
+        return self.block_size * self.page_format.vector_bytes(self.head_dim) + scales
 
     @property
     def static_bytes(self) -> int:
         """Bytes of the static scales of heads, which do not depend on the number of blocks."""
-        heads = self.num_layers * self.num_kv_heads if self.granularity == "head" else 0
-        return 2 * heads * torch.float32.itemsize
+        if self.page_format.granularity != "head":
+            return 0
+        return 2 * self.num_layers * self.num_kv_heads * torch.float32.itemsize
 
     def group_bytes(self, num_heads: Sequence[int]) -> int:
         """Return the bytes of one block with ``num_heads[layer]`` heads, keys and values."""
@@ -293,7 +289,7 @@ class KVCache:
         ]
         try:
             pages = torch.empty(
-                sum(layer_pages), spec.page_elements, dtype=spec.dtype, device=device
+                sum(layer_pages), spec.page_elements, dtype=spec.page_format.dtype, device=device
             )
             scales = torch.empty(
                 sum(layer_pages), spec.page_scales, dtype=torch.float32, device=device
@@ -332,11 +328,11 @@ class KVCache:
         return values.view(self.num_blocks[0], self.spec.num_kv_heads, *page)
 
     def _layer_scales(self, layer: int, scales: Sequence[torch.Tensor]) -> KVScales | None:
-        granularity = self.spec.granularity
-        if granularity is None:
+        codes = self.spec.page_format
+        if codes.granularity is None:
             return None
         if self._head_scales is not None:
-            return KVScales.per_head(*self._head_scales[layer])
+            return KVScales.per_head(*self._head_scales[layer], codes)
         per_page = self.spec.page_scales
         k, v = (self._shaped(x, per_page) for x in scales)
         return KVScales.head_groups(
@@ -345,7 +341,8 @@ class KVCache:
             self.groups.roles(layer),
             _group_bases(self.groups, self.num_blocks, layer, per_page),
             self.spec.block_size,
-            granularity=granularity,
+            granularity=codes.granularity,
+            codes=codes,
         )
 
     @property

@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 
 from mrv1.config import EngineConfig, dtype_name, resolve_max_model_len
-from mrv1.device import device_info, fp8_path, kernel_path, resolve_device, resolve_dtype
+from mrv1.device import device_info, kernel_path, resolve_device, resolve_dtype
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
+from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
     Checkpoint,
@@ -161,8 +162,8 @@ class ModelRunner:
                 f"of the caller's own with {config.tensor_parallel_size}, got {parallel.size} "
                 f"ranks and {'no' if model is None else 'a'} model"
             )
-        is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
-        self._fp8 = fp8_path(device) if is_fp8 else None  # fails before anything loads
+        codes = FORMATS.get(config.kv_cache_dtype)
+        self._conversion = codes and codes.conversion(device)  # fails before anything loads
         if model is None:  # once: the directory of a Hugging Face id may change between two calls
             checkpoint = Checkpoint.open(config.model, progress=progress)
             config = self.config = replace(config, model=str(checkpoint.path))
@@ -187,7 +188,7 @@ class ModelRunner:
         self.head_groups = groups.slice(parallel.rank, parallel.size)
         """Which of this rank's KV heads share blocks."""
         head_scales = None
-        if is_fp8 and config.kv_scale == "head":
+        if config.kv_scale == "head":
             head_scales = Checkpoint.open(config.model).kv_scales(
                 model_config.num_layers,
                 model_config.num_kv_heads,
@@ -942,7 +943,7 @@ class ModelRunner:
         """Return one line: device, path, dtypes, blocks and their bytes."""
         num_graphs = len(self._graphs.shapes) if self._step.is_capturable else 0
         return describe_runner(
-            self.config, self.path, self.model, self.kv_cache, self._fp8, num_graphs
+            self.config, self.path, self.model, self.kv_cache, self._conversion, num_graphs
         )
 
     def kv_report(self) -> KVReport:

@@ -6,7 +6,7 @@ import time
 from typing import TypedDict
 
 from mrv1.config import EngineConfig, KVScaleName
-from mrv1.device import Fp8Choice, KernelPath, device_info
+from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.models import DecoderModel
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
@@ -122,8 +122,8 @@ def report_of(cache: KVCache, demand: StreamingDemand, feature_bytes: int) -> KV
             )
         )
     return KVReport(
-        dtype=str(spec.dtype).removeprefix("torch."),
-        kv_scale=spec.granularity,
+        dtype=str(spec.page_format.dtype).removeprefix("torch."),
+        kv_scale=spec.page_format.granularity,
         block_size=spec.block_size,
         num_blocks=cache.num_blocks[0],
         token_bytes=spec.token_bytes,
@@ -141,7 +141,7 @@ def describe_runner(
     path: KernelPath,
     model: DecoderModel,
     cache: KVCache,
-    fp8: Fp8Choice | None,
+    conversion: Conversion | None,
     num_graphs: int,
 ) -> str:
     """Return one line: device, path, dtypes, roles of heads, blocks and their bytes, graphs."""
@@ -152,7 +152,7 @@ def describe_runner(
     graphs = f"CUDA graphs of {num_graphs} step shapes" if num_graphs else "no CUDA graphs"
     return (
         f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
-        f"KV {_describe_kv(config, cache, fp8)}, {_describe_heads(cache)}, "
+        f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache)}, "
         f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
         f"({cache.nbytes / 2**20:.1f} MiB), {graphs}"
     )
@@ -172,17 +172,17 @@ def _describe_heads(cache: KVCache) -> str:
     return f"{policy.full_share:.0%} of the heads full, the others see {seen}{kept}"
 
 
-def _describe_kv(config: EngineConfig, cache: KVCache, fp8: Fp8Choice | None) -> str:
-    """Return the cache's dtype, its scales and what they switch off, and how e4m3 is converted.
+def _describe_kv(config: EngineConfig, cache: KVCache, conversion: Conversion | None) -> str:
+    """Return the cache's dtype, its scales and what they switch off; how codes are converted.
 
     The conversion is named if the hardware does not do it.
     """
-    dtype = str(cache.spec.dtype).removeprefix("torch.")
-    if fp8 is None:
+    dtype = str(cache.spec.page_format.dtype).removeprefix("torch.")
+    if conversion is None:
         return dtype
     converted = ""
-    if fp8.path == "integer":
-        converted = f", converted in integer arithmetic ({fp8.reason})"
+    if conversion.path == "integer":
+        converted = f", converted in integer arithmetic ({conversion.reason})"
     uncached = ""
     if config.enable_prefix_caching and not config.caches_prefixes:
         uncached = " (no prefix caching: its bytes depend on the order of writes)"

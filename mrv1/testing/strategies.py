@@ -42,8 +42,9 @@ except ImportError as error:
 
 from mrv1.errors import ConfigError
 from mrv1.kernels._base.interpreter import number_formats as _number_formats
+from mrv1.kernels.cache.formats import ScaleGranularity
 from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity
+from mrv1.kernels.cache.kv_scales import KVScales
 
 __all__ = [
     "LayoutCase",

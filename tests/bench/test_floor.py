@@ -10,6 +10,7 @@ import torch
 from benchmarks.measure.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
 from benchmarks.measure.shapes import shape_config
 from mrv1.errors import ConfigError
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.models import random_weights
 from mrv1.runner.kv_cache import CacheSpec
 
@@ -53,8 +54,9 @@ def test_weight_bytes_equal_those_of_the_loaded_tensors():
 
 def qwen3_cache(dtype: torch.dtype, **scales: str) -> CacheSpec:
     return CacheSpec(
-        num_layers=28, num_kv_heads=8, block_size=16, head_dim=128, dtype=dtype, **scales
-    )
+        num_layers=28, num_kv_heads=8, block_size=16, head_dim=128,
+        page_format=PageFormat(name="", dtype=dtype, **scales),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,13 @@ def test_kv_bytes_of_qwen3_equal_the_closed_form(spec: CacheSpec, vector_bytes: 
 
 
 def test_windows_bound_the_kv_bytes_that_are_read():
-    spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=32, dtype=torch.float32)
+    spec = CacheSpec(
+        num_layers=2,
+        num_kv_heads=2,
+        block_size=16,
+        head_dim=32,
+        page_format=PageFormat.plain(torch.float32),
+    )
     found = step_kv_bytes(spec, [-1, 10], batch=3, prompt_tokens=8, output_tokens=5)
     steps = [9, 10, 11, 12]
     visible = sum(steps) / 4 + sum(min(step, 10) for step in steps) / 4

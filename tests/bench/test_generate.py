@@ -20,6 +20,7 @@ from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError, StepError
 from mrv1.kernels import reference
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.models import DecoderModel, random_weights
 from mrv1.runner import ModelRunner
 from mrv1.runner.kv_cache import CacheSpec
@@ -81,7 +82,7 @@ def test_every_batch_has_its_figures():
             num_kv_heads=config.num_kv_heads,
             block_size=16,
             head_dim=config.head_dim,
-            dtype=torch.float32,
+            page_format=PageFormat.plain(torch.float32),
         )
         assert entry["kv_bytes"] == step_kv_bytes(
             spec, config.layer_windows, batch=entry["batch"], prompt_tokens=8, output_tokens=5

@@ -14,8 +14,8 @@ from mrv1.kernels.attention.prefill.attention import (
     _paged_prefill_attention_kernel,
 )
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, PrefillAttentionConfig
+from mrv1.kernels.cache.formats import FP8, ScaleGranularity
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
-from mrv1.kernels.cache.kv_scales import ScaleGranularity, scales_per_block
 from mrv1.testing.aot import AotCase, Target, pointer
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ FP8_SHAPES = (
     (torch.float32, 128),
 )
 """Dtype of q, key and value, and head_dim, for a cache of e4m3 codes."""
-NO_FP8: dict[str, object] = {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
+NO_FP8: dict[str, object] = {"CODEC": None, "SCALES_PER_BLOCK": 0}
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
 
@@ -112,7 +112,8 @@ def _fp8_cases(target: Target) -> list[AotCase]:
 def _fp8(target: Target, granularity: ScaleGranularity) -> dict[str, object]:
     """Return the constexprs of an fp8 cache, with the target's conversion path."""
     path = choose_fp8_path(_device(target), is_amd=target.backend == "hip").path
-    return {"FP8_PATH": path, "SCALES_PER_BLOCK": scales_per_block(granularity, BLOCK_SIZE)}
+    scales = FP8.per(granularity).scales_per_block(BLOCK_SIZE)
+    return {"CODEC": FP8.tag(path), "SCALES_PER_BLOCK": scales}
 
 
 def _device(target: Target) -> DeviceInfo:

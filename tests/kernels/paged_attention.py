@@ -15,6 +15,7 @@ from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.checks import FLOAT_DTYPES
 from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
+from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.testing.strategies import LayoutCase, PagedCase
 
 SENTINEL = 7.0
@@ -114,7 +115,7 @@ def make_plan(case: PagedCase, q: torch.Tensor, **options) -> DecodePlan:
         num_q_heads=q.shape[1],
         dtype=q.dtype,
         query_len=case.batch.query_lens[0] if case.batch.query_lens else 1,
-        is_fp8=case.scales is not None,
+        page_format=format_of(q.dtype, case.scales),
         **options,
     )
 

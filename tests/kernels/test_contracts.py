@@ -326,7 +326,7 @@ def test_a_slot_mapping_of_another_form_is_refused(ops, op, slots, error, messag
             r"scales\.k_scale: expected shape \[5, 2, 4\], got \[4, 2, 4\]",
         ),
         (
-            replace(FITTING, granularity="quarter"),
+            replace(FITTING, page_format=FITTING.page_format.per("quarter")),
             ValueError,
             r"scales\.k_scale: expected shape \[5, 2, 4\], got \[5, 2, 16\]",
         ),

@@ -14,6 +14,7 @@ from mrv1.kernels import DecodePlan, HeadRole, KVLayout, reference
 from mrv1.kernels.attention.decode import plan as plan_buffers
 from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig, Item
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
+from mrv1.kernels.cache.formats import FP8
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -212,10 +213,10 @@ def test_long_pieces_are_halved(device, monkeypatch):
 def test_a_piece_is_long_by_its_bytes(device):
     """With 128 dimensions a piece is long from 2,048 keys of 16 bits, or 4,096 keys of 8 bits."""
     layout = KVLayout.hnd(2, 16, 128, device=device)
-    for is_fp8, keys in ((False, 2048), (True, 4096)):
+    for page_format, keys in ((None, 2048), (FP8, 4096)):
         plan = DecodePlan.allocate(
             max_reqs=2, max_keys=100, layout=layout, num_q_heads=2, dtype=torch.bfloat16,
-            is_fp8=is_fp8,
+            page_format=page_format,
         )  # fmt: skip
         assert plan.long_tiles * plan.config.tile_tokens == keys
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
-from mrv1.device import Fp8Choice
+from mrv1.device import fp8_path
 from mrv1.kernels import HeadRole, KVLayout, KVScales, reference
 from mrv1.kernels._base.interpreter import number_formats as _number_formats
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.cache import scale_arguments as _scales
-from mrv1.kernels.cache.fp8 import decode_e4m3, encode_e4m3, quantize
+from mrv1.kernels.cache.codes import quantize, to_codes, to_values
+from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -55,12 +55,12 @@ def path(request, device):
     """Return the conversion path, hardware or integer arithmetic; launchers choose it too."""
     path = request.param
     if path == "hardware" and device.type == "cuda":
-        path = _scales.fp8_path(device).path
+        path = fp8_path(device).path
         if path != "hardware":
             pytest.skip("this GPU converts in integer arithmetic")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scales, "fp8_path", lambda _: Fp8Choice(path=path, reason="test"))
-        yield path
+        patch.setattr(PageFormat, "codec", lambda self, _: self.tag(path))
+        yield FP8.tag(path)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -78,13 +78,13 @@ def _clone(scales: KVScales) -> KVScales:
 def _encode_kernel(x_ptr, out_ptr, count, TILE: tl.constexpr, PATH: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0)
-    tl.store(out_ptr + at, encode_e4m3(x, PATH), mask=at < count)
+    tl.store(out_ptr + at, to_codes(x, PATH), mask=at < count)
 
 
 @triton.jit
 def _decode_kernel(code_ptr, out_ptr, TILE: tl.constexpr, PATH: tl.constexpr):
     at = tl.arange(0, TILE)
-    tl.store(out_ptr + at, decode_e4m3(tl.load(code_ptr + at), PATH))
+    tl.store(out_ptr + at, to_values(tl.load(code_ptr + at), PATH))
 
 
 def _edges() -> np.ndarray:
@@ -141,12 +141,12 @@ def test_quantize_is_exact_for_every_significand_and_scale(device, path, dtype):
     x = torch.cat([x, x.new_zeros(triton.next_power_of_2(len(x)) - len(x))])
     assert torch.equal(x[:count].double(), significands)
     absmax = significands[:: 1 if device.type == "cuda" else count // 128]  # all on a GPU
-    scale = reference.token_scale(absmax.to(dtype)[:, None])
+    scale = FP8.scale(absmax.to(dtype)[:, None])
     codes = torch.empty(len(scale), len(x), dtype=torch.uint8, device=device)
     _quantize_kernel[(len(scale),)](
         x.to(device), scale.to(device), codes, TILE=len(x), PATH=path, num_warps=8
     )
-    assert torch.equal(codes.cpu(), reference.quantize_e4m3(x.expand(len(scale), -1), scale))
+    assert torch.equal(codes.cpu(), FP8.encode(x.expand(len(scale), -1), scale))
 
 
 def test_decode_is_exact(device, path):
@@ -343,11 +343,10 @@ def test_both_conversions_give_the_same_attention(device):
     q = make_queries(case, 2)
     results = []
     for path in ("hardware", "integer"):
-        if device.type == "cuda" and _scales.fp8_path(device).path != "hardware":
+        if device.type == "cuda" and fp8_path(device).path != "hardware":
             pytest.skip("this GPU has one conversion")
         with pytest.MonkeyPatch.context() as patch:
-            choice = Fp8Choice(path=path, reason="test")
-            patch.setattr(_scales, "fp8_path", lambda _, choice=choice: choice)
+            patch.setattr(PageFormat, "codec", lambda self, _, path=path: self.tag(path))
             results.append(run_decode(kernels, case, q))
     assert_equal(*results)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1.kernels import HeadRole, KVScales
-from mrv1.kernels.cache.kv_scales import scales_per_block
+from mrv1.kernels.cache.formats import FP8
 from mrv1.testing.strategies import kv_layouts
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -39,7 +39,7 @@ def test_per_quarter_is_blocks_heads_quarters():
 
 
 def test_scales_per_block_follow_the_granularity():
-    assert [scales_per_block(g, 32) for g in ("token", "quarter", "head")] == [32, 4, 0]
+    assert [FP8.per(g).scales_per_block(32) for g in ("token", "quarter", "head")] == [32, 4, 0]
 
 
 @given(case=kv_layouts(kinds=["head_groups"]), granularity=st.sampled_from(["token", "quarter"]))

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mrv1.kernels.cache.formats import ScaleGranularity
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, ScaleGranularity
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
 MAX_DECODE_QUERY_LEN = 8

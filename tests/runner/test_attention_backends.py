@@ -23,6 +23,7 @@ from mrv1.config import checkpoint_dir
 from mrv1.device import kernel_path
 from mrv1.headwise import FULL, HeadGroups, HeadPolicy, Visible
 from mrv1.kernels import HeadRole, KVLayout, reference
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.registry import select_ops
 from mrv1.models import attention, load_model
 from mrv1.runner.attention_backends import (
@@ -328,7 +329,10 @@ def some_model(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any
 
 def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLayout]]:
     fields = {"dtype": torch.bfloat16} | options
-    spec = CacheSpec(num_layers=2, num_kv_heads=2, block_size=16, head_dim=head_dim, **fields)
+    spec = CacheSpec(
+        num_layers=2, num_kv_heads=2, block_size=16, head_dim=head_dim,
+        page_format=PageFormat(name="", **fields),
+    )  # fmt: skip
     policy = HeadPolicy.of_layer_windows([-1, 20], spec.num_kv_heads)
     groups = HeadGroups.shared(policy, block_size=16, max_model_len=64)
     return spec, layer_layouts(spec, groups, [1], torch.device("cpu"))
@@ -419,7 +423,11 @@ def test_planning_never_waits_for_the_gpu(device):
     )
     driver = PagedDriver(model, block_size=16, num_blocks=12, num_padding_rows=0)
     spec = CacheSpec(
-        num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype=torch.bfloat16
+        num_layers=4,
+        num_kv_heads=4,
+        block_size=16,
+        head_dim=64,
+        page_format=PageFormat.plain(torch.bfloat16),
     )
     layouts = [cache.layout for cache in driver.caches]
     backend = select_backend("flashinfer", model, spec, layouts)
@@ -451,7 +459,10 @@ def test_both_backends_have_errors_of_the_same_size(device):
         for cache in driver.caches:  # FlashInfer does not promise to ignore NaN in unused pages
             cache.k.zero_()
             cache.v.zero_()
-        spec = CacheSpec(num_layers=4, num_kv_heads=4, block_size=16, head_dim=64, dtype=dtype)
+        spec = CacheSpec(
+            num_layers=4, num_kv_heads=4, block_size=16, head_dim=64,
+            page_format=PageFormat.plain(dtype),
+        )  # fmt: skip
         backend = model.kernel_backend()
         if name == "flashinfer":
             layouts = [cache.layout for cache in driver.caches]

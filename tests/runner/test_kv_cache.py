@@ -9,9 +9,9 @@ import torch
 
 from mrv1 import CapacityError, ConfigError, EngineConfig, ModelRunner, UnsupportedDeviceError
 from mrv1.config import KVScaleName
-from mrv1.device import Fp8Choice
+from mrv1.device import Conversion
 from mrv1.headwise import FULL, HeadGroups, HeadPolicy, Visible
-from mrv1.kernels.cache.kv_scales import ScaleGranularity
+from mrv1.kernels.cache.formats import PageFormat, ScaleGranularity
 from mrv1.runner.kv_cache import CacheSpec, KVCache, StreamingDemand
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
@@ -28,8 +28,7 @@ def make_spec(dtype: torch.dtype, granularity: ScaleGranularity | None = None) -
         num_kv_heads=HEADS,
         block_size=BLOCK_SIZE,
         head_dim=DIM,
-        dtype=dtype,
-        granularity=granularity,
+        page_format=PageFormat(name="", dtype=dtype, granularity=granularity),
     )
 
 
@@ -38,7 +37,7 @@ SHARED = HeadGroups.shared(WINDOWED, block_size=BLOCK_SIZE, max_model_len=999)
 
 
 def make_cache(spec: CacheSpec, num_blocks: int) -> KVCache:
-    scales = torch.rand(LAYERS, 2, HEADS) if spec.granularity == "head" else None
+    scales = torch.rand(LAYERS, 2, HEADS) if spec.page_format.granularity == "head" else None
     return KVCache(spec, SHARED, [num_blocks], CPU, scales)
 
 
@@ -69,7 +68,7 @@ def test_bytes_equal_the_closed_forms(
     assert spec.token_bytes == token_bytes
     assert spec.block_bytes == BLOCK_SIZE * token_bytes
     assert spec.scale_bytes(SHARED, [5]) == scale_bytes_of_5_blocks
-    fixed = VECTORS * 4 if spec.granularity == "head" else 0
+    fixed = VECTORS * 4 if spec.page_format.granularity == "head" else 0
     assert spec.nbytes(SHARED, [5]) == 5 * BLOCK_SIZE * token_bytes + fixed
 
     cache = make_cache(spec, 5)
@@ -150,7 +149,7 @@ def test_every_page_of_every_group_has_its_own_bytes(granularity: ScaleGranulari
     scales = torch.rand(LAYERS, 2, HEADS) if granularity == "head" else None
     cache = KVCache(spec, GROUPS, num_blocks, CPU, scales)
     pages = sum(n * sum(g.num_heads) for n, g in zip(num_blocks, GROUPS.groups, strict=True))
-    per_page = BLOCK_SIZE * DIM * spec.dtype.itemsize
+    per_page = BLOCK_SIZE * DIM * spec.page_format.dtype.itemsize
     per_page += {"token": BLOCK_SIZE * 4, "quarter": 16}.get(granularity, 0)
     static = VECTORS * 4 if granularity == "head" else 0
     assert cache.allocated_bytes == cache.nbytes == 2 * pages * per_page + static
@@ -200,7 +199,7 @@ def test_short_memory_is_divided_fairly_between_short_and_long_requests(num_full
     asked = demand(sizes["max_model_len"], max_num_seqs=1000, block_size=block_size)
     spec = CacheSpec(
         num_layers=1, num_kv_heads=num_heads, block_size=block_size, head_dim=16,
-        dtype=torch.float32,
+        page_format=PageFormat.plain(torch.float32),
     )  # fmt: skip
     full, streaming = asked.divide_bytes(spec, groups, 80_000 * 2 * spec.page_bytes, 99_999)
     total = num_full * full + (num_heads - num_full) * streaming
@@ -359,8 +358,8 @@ def test_the_static_scales_come_from_the_checkpoint(checkpoint: Path):
 def test_the_start_line_names_the_integer_conversion_and_its_reason(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    choice = Fp8Choice(path="integer", reason="A100 has no e4m3 (8.9 and newer have)")
-    monkeypatch.setattr("mrv1.runner.model_runner.fp8_path", lambda _: choice)
+    choice = Conversion(path="integer", reason="A100 has no e4m3 (8.9 and newer have)")
+    monkeypatch.setattr(PageFormat, "conversion", lambda *_: choice)
     runner = make_runner(checkpoint, **FP8)
     assert (
         "KV float8_e4m3fn with a scale per token and head, converted in integer arithmetic "
@@ -375,10 +374,10 @@ def test_the_start_line_names_the_integer_conversion_and_its_reason(
 def test_a_device_without_fp8_is_refused_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def refuse(_: torch.device) -> Fp8Choice:
+    def refuse(_: PageFormat, device: torch.device) -> Conversion:
         raise UnsupportedDeviceError("GPU X has no fp8")
 
-    monkeypatch.setattr("mrv1.runner.model_runner.fp8_path", refuse)
+    monkeypatch.setattr(PageFormat, "conversion", refuse)
     with pytest.raises(UnsupportedDeviceError, match="GPU X has no fp8"):
         make_runner(Path("/nowhere"), **FP8)
     with pytest.raises(ConfigError, match="model: expected a checkpoint directory"):

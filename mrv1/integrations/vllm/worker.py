@@ -155,8 +155,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return full attention for every layer: mrv1's one group of blocks keeps every token."""
         spec = self._runner.spec
-        dtype, options = spec.dtype, {}
-        if spec.granularity is not None:
+        dtype, options = spec.page_format.dtype, {}
+        if spec.page_format.has_scales:
             dtype = torch.uint8
             mode = resolve("vllm.v1.kv_cache_interface:KVQuantMode")
             options["kv_quant_mode"] = mode.FP8_PER_TOKEN_HEAD

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.cache.fp8 import decode_e4m3
+from mrv1.kernels.cache.codes import to_values
 
 ALIGNED_ELEMENTS = tl.constexpr(8)
 """``KVLayout`` accepts only bases and strides that are multiples of this (16 bytes of fp16)."""
@@ -68,10 +68,10 @@ def split_slot(slot, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_page_rows(pointers, mask, dtype: tl.constexpr, FP8_PATH: tl.constexpr):
+def load_page_rows(pointers, mask, dtype: tl.constexpr, CODEC: tl.constexpr):
     """Return keys or values as the products take them: codes become ``dtype``, not yet scaled."""
-    if FP8_PATH is None:
+    if CODEC is None:
         rows = tl.load(pointers, mask=mask, other=0.0)
     else:
-        rows = decode_e4m3(tl.load(pointers, mask=mask, other=0), FP8_PATH).to(dtype)
+        rows = to_values(tl.load(pointers, mask=mask, other=0), CODEC).to(dtype)
     return rows

@@ -10,23 +10,23 @@ from functools import partial
 
 import torch
 
-from mrv1.kernels._base.checks import check_mrope_section, check_rotary_dim, check_tensor
+from mrv1.kernels._base.checks import (
+    FLOAT_DTYPES,
+    check_mrope_section,
+    check_rotary_dim,
+    check_tensor,
+)
+from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+from mrv1.kernels.cache.kv_scales import KVScales
 
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.uint8)
-"""Dtypes of a cache with scales: e4m3 codes, or a view of their bytes."""
+CODE_DTYPES = tuple(each.dtype for each in FORMATS.values())
+"""Dtypes of caches that need scales."""
 
-PAGE_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float8_e4m3fn,
-    torch.uint8,
-)
+PAGE_DTYPES = (*FLOAT_DTYPES, *CODE_DTYPES, torch.uint8)
 """Dtypes of a cache whose pages are moved without reading their values."""
 
 
@@ -53,12 +53,14 @@ def check_caches(
     ``like`` gives the device and, without ``scales``, the dtype.
 
     Raises:
-        TypeError: a wrong dtype, or an fp8 cache without scales.
+        TypeError: a wrong dtype, or a cache of codes without scales.
         ValueError: a wrong shape, size, device or stride.
     """
-    if scales is None and getattr(k_cache, "dtype", None) == torch.float8_e4m3fn:
+    if scales is None and getattr(k_cache, "dtype", None) in CODE_DTYPES:
         raise TypeError(f"scales: expected KVScales for a {k_cache.dtype} k_cache, got None")
-    dtype = (like.dtype,) if scales is None else FP8_DTYPES
+    if scales is not None and not isinstance(scales, KVScales):
+        raise TypeError(f"scales: expected KVScales or None, got {type(scales).__name__}")
+    dtype = (like.dtype,) if scales is None else (scales.page_format.dtype, torch.uint8)
     check_tensor("k_cache", k_cache, dtype=dtype, device=like.device, contiguous=True)
     check_tensor("v_cache", v_cache, dtype=dtype, device=like.device, contiguous=True)
     if v_cache.numel() != k_cache.numel():
@@ -84,8 +86,6 @@ def check_caches(
 
 
 def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> None:
-    if not isinstance(scales, KVScales):
-        raise TypeError(f"scales: expected KVScales or None, got {type(scales).__name__}")
     if layout.address_unit % ALIGNMENT_BYTES:
         raise ValueError(
             f"layout: expected bases and strides that are multiples of {ALIGNMENT_BYTES} "
@@ -93,15 +93,16 @@ def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> 
         )
     heads, device = layout.num_kv_heads, k_cache.device
     shape: tuple[int | None, ...] = (None,)  # flat
+    per_block = scales.page_format.scales_per_block(layout.block_size)
     if scales.granularity == "head":
         shape = (heads,)
     elif scales.k_scale.dim() > 1:
         num_blocks = k_cache.shape[0] if k_cache.dim() == 4 else None
-        shape = (num_blocks, heads, scales_per_block(scales.granularity, layout.block_size))
+        shape = (num_blocks, heads, per_block)
     check = partial(check_tensor, device=device, contiguous=True)
     check("scales.k_scale", scales.k_scale, shape=shape, dtype=torch.float32)
     check("scales.v_scale", scales.v_scale, shape=scales.k_scale.shape, dtype=torch.float32)
-    end = scales.last_base + max(1, scales_per_block(scales.granularity, layout.block_size))
+    end = scales.last_base + max(1, per_block)
     if 0 < scales.k_scale.numel() < end:
         raise ValueError(
             f"scales: expected block 0's scales within the {scales.k_scale.numel()} elements of "
@@ -243,7 +244,7 @@ def check_copy_pages(
         ValueError: a wrong shape, device or stride, a group that the layout lacks, or no group for
             a layout with several.
     """
-    check_tensor("k_cache", k_cache, dtype=dtypes)
+    check_tensor("k_cache", k_cache, dtype=dtypes if scales is None else None)
     check_caches(k_cache, v_cache, layout, k_cache, scales)
     integers = (torch.int32, torch.int64)
     check = partial(check_tensor, dtype=integers, device=k_cache.device, contiguous=True)

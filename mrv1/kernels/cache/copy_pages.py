@@ -17,10 +17,10 @@ import torch
 
 from mrv1.kernels._base.checks import check_launchable
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.cache.codes import scale_index
 from mrv1.kernels.cache.contracts import PAGE_DTYPES, check_copy_pages, check_head_dim
-from mrv1.kernels.cache.fp8 import scale_index
 from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.scale_arguments import layout_constexprs
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -174,7 +174,7 @@ def copy_pages(
         num_vectors,
         SCALES_PER_BLOCK=0
         if scales is None
-        else scales_per_block(scales.granularity, layout.block_size),
+        else scales.page_format.scales_per_block(layout.block_size),
         ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
         TILE_ROWS=config.tile_rows,
         **layout_constexprs(layout),

@@ -19,14 +19,14 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
+from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.contracts import check_cache_write, check_head_dim
-from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.quarter_write import write_quarters
 from mrv1.kernels.cache.scale_arguments import (
     cache_arguments,
-    fp8_constexprs,
+    codec_constexprs,
     layout_constexprs,
     slot_arguments,
 )
@@ -57,17 +57,17 @@ class KVCacheWriteConfig:
 
 
 @triton.jit
-def _quantized(x, scale_ptr, kept, FP8_PATH: tl.constexpr, TOKEN_SCALES: tl.constexpr):
+def _quantized(x, scale_ptr, kept, CODEC: tl.constexpr, TOKEN_SCALES: tl.constexpr):
     """Return the codes of the rows of ``x``; TOKEN_SCALES: by new scales, else by stored scales.
 
     ``scale_ptr`` (pointers to float32, *written* if TOKEN_SCALES) and ``kept`` are [TILE_ROWS, 1].
     """
     if TOKEN_SCALES:
-        scale = scale_of(finite_absmax(x.to(tl.float32)))
+        scale = scale_of(finite_absmax(x.to(tl.float32)), CODEC)
         tl.store(scale_ptr, scale, mask=kept)
     else:
         scale = tl.load(scale_ptr, mask=kept, other=1.0)
-    return quantize(x, scale, TOKEN_SCALES, FP8_PATH)
+    return quantize(x, scale, TOKEN_SCALES, CODEC)
 
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_rows"])  # one variant for any tokens
@@ -97,11 +97,11 @@ def _kv_cache_write_kernel(
     GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, or 0 = one scale for all blocks
 ):
     """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
-    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
     TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK > 0
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     in_range = row < num_rows
@@ -126,14 +126,14 @@ def _kv_cache_write_kernel(
     key = tl.load(key_ptr + dim, mask=in_row, other=0.0)
     value = tl.load(value_ptr + dim, mask=in_row, other=0.0)
     stored = kept & (dim < HEAD_DIM)
-    if FP8_PATH is not None:
+    if CODEC is not None:
         scale_address = tl.load(scale_base_ptr + head, mask=in_range, other=0)
         if TOKEN_SCALES:
             scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=in_range, other=0)
             scale_address += block * scale_block_stride + offset
-        key = _quantized(key, k_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        key = _quantized(key, k_scale_ptr + scale_address, kept, CODEC, TOKEN_SCALES)
         tl.store(k_cache_ptr + address + dim, key, mask=stored)
-        value = _quantized(value, v_scale_ptr + scale_address, kept, FP8_PATH, TOKEN_SCALES)
+        value = _quantized(value, v_scale_ptr + scale_address, kept, CODEC, TOKEN_SCALES)
         tl.store(v_cache_ptr + address + dim, value, mask=stored)
     else:
         tl.store(k_cache_ptr + address + dim, key, mask=stored)
@@ -211,6 +211,6 @@ def kv_cache_write(
         GROUPS=layout.num_groups > 1,
         TILE_ROWS=config.tile_rows,
         **layout_constexprs(layout),
-        **fp8_constexprs(scales, layout, key.device),
+        **codec_constexprs(scales, layout, key.device),
         num_warps=config.num_warps,
     )

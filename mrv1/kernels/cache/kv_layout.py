@@ -294,18 +294,7 @@ class KVLayout:
         ``[blocks of g, heads of g, block_size, head_dim]``. A group may have only heads of other
         layers.
         """
-        page = block_size * head_dim
-        size = [sum(role.group == g for role in roles) for g in range(len(group_base))]
-        seen = [0] * len(group_base)
-        bases, strides = [], []
-        for head, role in enumerate(roles):
-            if role.group >= len(group_base):
-                raise ValueError(
-                    f"group of head {head}: expected < {len(group_base)}, got {role.group}"
-                )
-            bases.append(group_base[role.group] + seen[role.group] * page)
-            strides.append(size[role.group] * page)
-            seen[role.group] += 1
+        bases, strides = group_addresses(roles, group_base, block_size * head_dim)
         return cls.build(
             block_size=block_size,
             head_dim=head_dim,
@@ -392,6 +381,30 @@ class KVLayout:
             f"block_table: expected [{num_reqs}, row_width] or contiguous "
             f"[{num_reqs * self.num_kv_heads}, max_blocks], got {list(block_table.shape)}"
         )
+
+
+def group_addresses(
+    roles: Sequence[HeadRole], group_base: Sequence[int], page: int
+) -> tuple[list[int], list[int]]:
+    """Return each head's base and block stride, if group ``g`` starts at ``group_base[g]``.
+
+    A block of a group has ``page`` elements for each of its heads, one head after the other.
+
+    Raises:
+        ValueError: a head's group has no base.
+    """
+    size = Counter(role.group for role in roles)
+    seen: Counter[int] = Counter()
+    bases, strides = [], []
+    for head, role in enumerate(roles):
+        if role.group >= len(group_base):
+            raise ValueError(
+                f"group of head {head}: expected < {len(group_base)}, got {role.group}"
+            )
+        bases.append(group_base[role.group] + seen[role.group] * page)
+        strides.append(size[role.group] * page)
+        seen[role.group] += 1
+    return bases, strides
 
 
 def _shapes_of(

@@ -1,53 +1,32 @@
-"""The scales of an fp8 KV cache: their granularities and their addresses.
+"""The scales of a KV cache whose pages hold codes: where they are.
 
-An fp8 cache holds e4m3 codes; the value of a code is ``code * scale``. Scales are float32 in side
-tensors, one for K and one for V, with the same addresses. Element address of the scale of token
-``t`` of block ``b`` for KV head ``h``::
+Scales are float32 in side tensors, one for K and one for V, with the same addresses. Element
+address of the scale of token ``t`` of block ``b`` for KV head ``h``, by granularity (see
+``formats``)::
 
     token    base[h] + b * block_stride[h] + t
     quarter  base[h] + b * block_stride[h] + t * 4 // block_size
     head     base[h]
-
-``token``: one per (token, head), written with the token. ``quarter``: one per head and quarter of
-a block; the scale grows with the largest value in the quarter, so codes depend on the order of
-writes (see ``kv_cache_write``). ``head``: one per head, static, given by the caller.
-
-Source: the shape of ``quarter`` scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949);
-their meaning is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
-from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, HeadRole
-
-ScaleGranularity = Literal["token", "quarter", "head"]
-
-QUARTERS = 4
-"""Scales per block and head with granularity ``quarter``."""
-
-LARGEST_E4M3 = 448.0
-"""Largest finite e4m3 value: a vector's largest element is stored as this value."""
-
-SMALLEST_SCALE = 1e-12
-"""Lower bound of a computed scale, so that a vector of zeros is not divided by zero."""
-
-
-def scales_per_block(granularity: ScaleGranularity, block_size: int) -> int:
-    """Return how many scales a block has per head; 0 = blocks have no scales of their own."""
-    return {"token": block_size, "quarter": QUARTERS, "head": 0}[granularity]
+from mrv1.kernels.cache.formats import FP8, QUARTERS, PageFormat, ScaleGranularity
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, HeadRole, group_addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVScales:
     """One layer's K and V scales; build with :meth:`per_token`, :meth:`head_groups`, ..."""
 
-    granularity: ScaleGranularity
+    page_format: PageFormat
+    """How pages store values: the codes that the scales belong to, and the granularity."""
     k_scale: torch.Tensor
     """float32, contiguous, addressed flat; *written* by ``kv_cache_write`` unless per head."""
     v_scale: torch.Tensor
@@ -59,6 +38,11 @@ class KVScales:
     last_base: int
     """The largest of ``base`` (host fact)."""
 
+    @property
+    def granularity(self) -> ScaleGranularity | None:
+        """The part of the cache that shares one scale."""
+        return self.page_format.granularity
+
     @classmethod
     def build(
         cls,
@@ -68,8 +52,11 @@ class KVScales:
         granularity: ScaleGranularity,
         base: Sequence[int],
         block_stride: Sequence[int],
+        codes: PageFormat = FP8,
     ) -> KVScales:
         """Return scales with the given bases and block strides, in elements, one per KV head.
+
+        ``codes``: the page format with these codes, of any granularity.
 
         Raises:
             ValueError: an unknown granularity, unequal lengths, a negative number, a stride of
@@ -94,7 +81,7 @@ class KVScales:
                         f"({multiple} elements), got {value} elements"
                     )
         return cls(
-            granularity=granularity,
+            page_format=codes.per(granularity),
             k_scale=k_scale,
             v_scale=v_scale,
             base=torch.tensor(list(base), dtype=torch.int64, device=k_scale.device),
@@ -105,7 +92,9 @@ class KVScales:
         )
 
     @classmethod
-    def per_token(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
+    def per_token(
+        cls, k_scale: torch.Tensor, v_scale: torch.Tensor, codes: PageFormat = FP8
+    ) -> KVScales:
         """Return scales ``[blocks, kv_heads, block_size]`` for HND, NHD or per-head-id pages.
 
         Raises:
@@ -116,10 +105,12 @@ class KVScales:
                 "k_scale: expected shape [blocks, kv_heads, block_size], "
                 f"got {list(k_scale.shape)}"
             )
-        return cls._side_by_side(k_scale, v_scale, "token")
+        return cls._side_by_side(k_scale, v_scale, "token", codes)
 
     @classmethod
-    def per_quarter(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
+    def per_quarter(
+        cls, k_scale: torch.Tensor, v_scale: torch.Tensor, codes: PageFormat = FP8
+    ) -> KVScales:
         """Return scales ``[blocks, kv_heads, 4]`` for HND, NHD or per-head-id pages.
 
         Raises:
@@ -129,11 +120,15 @@ class KVScales:
             raise ValueError(
                 f"k_scale: expected shape [blocks, kv_heads, 4], got {list(k_scale.shape)}"
             )
-        return cls._side_by_side(k_scale, v_scale, "quarter")
+        return cls._side_by_side(k_scale, v_scale, "quarter", codes)
 
     @classmethod
     def _side_by_side(
-        cls, k_scale: torch.Tensor, v_scale: torch.Tensor, granularity: ScaleGranularity
+        cls,
+        k_scale: torch.Tensor,
+        v_scale: torch.Tensor,
+        granularity: ScaleGranularity,
+        codes: PageFormat,
     ) -> KVScales:
         """Return scales ``[blocks, kv_heads, scales of a block]``."""
         _, num_kv_heads, per_block = k_scale.shape
@@ -143,6 +138,7 @@ class KVScales:
             granularity=granularity,
             base=[head * per_block for head in range(num_kv_heads)],
             block_stride=[num_kv_heads * per_block] * num_kv_heads,
+            codes=codes,
         )
 
     @classmethod
@@ -155,6 +151,7 @@ class KVScales:
         block_size: int,
         *,
         granularity: ScaleGranularity = "token",
+        codes: PageFormat = FP8,
     ) -> KVScales:
         """Return scales per token or quarter for ``KVLayout.head_groups``, in flat buffers.
 
@@ -166,26 +163,25 @@ class KVScales:
         """
         if granularity == "head":
             raise ValueError("granularity: expected 'token' or 'quarter', got 'head'")
-        per_block = scales_per_block(granularity, block_size)
-        size = [sum(role.group == g for role in roles) for g in range(len(group_base))]
-        seen = [0] * len(group_base)
-        base, block_stride = [], []
-        for head, role in enumerate(roles):
-            if role.group >= len(group_base):
-                raise ValueError(
-                    f"group of head {head}: expected < {len(group_base)}, got {role.group}"
-                )
-            base.append(group_base[role.group] + seen[role.group] * per_block)
-            block_stride.append(size[role.group] * per_block)
-            seen[role.group] += 1
+        per_block = codes.per(granularity).scales_per_block(block_size)
+        base, block_stride = group_addresses(roles, group_base, per_block)
         return cls.build(
-            k_scale, v_scale, granularity=granularity, base=base, block_stride=block_stride
-        )
+            k_scale, v_scale, granularity=granularity, base=base, block_stride=block_stride,
+            codes=codes,
+        )  # fmt: skip
 
     @classmethod
-    def per_head(cls, k_scale: torch.Tensor, v_scale: torch.Tensor) -> KVScales:
+    def per_head(
+        cls, k_scale: torch.Tensor, v_scale: torch.Tensor, codes: PageFormat = FP8
+    ) -> KVScales:
         """Return static scales ``[kv_heads]`` for pages of any layout."""
-        heads = range(k_scale.numel())
+        none = [0] * k_scale.numel()
         return cls.build(
-            k_scale, v_scale, granularity="head", base=heads, block_stride=[0] * len(heads)
-        )
+            k_scale, v_scale, granularity="head", base=range(len(none)), block_stride=none,
+            codes=codes,
+        )  # fmt: skip
+
+
+def format_of(dtype: torch.dtype, scales: KVScales | None) -> PageFormat:
+    """Return the format of pages with these scales; without scales, values of ``dtype``."""
+    return PageFormat.plain(dtype) if scales is None else scales.page_format

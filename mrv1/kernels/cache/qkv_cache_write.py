@@ -29,6 +29,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.mrope import load_mrope_positions
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
+from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.contracts import (
     QKNorm,
     Rope,
@@ -36,13 +37,12 @@ from mrv1.kernels.cache.contracts import (
     check_head_dim,
     check_qkv,
 )
-from mrv1.kernels.cache.fp8 import finite_absmax, quantize, scale_of
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.quarter_write import write_quarters
 from mrv1.kernels.cache.scale_arguments import (
     cache_arguments,
-    fp8_constexprs,
+    codec_constexprs,
     layout_constexprs,
     slot_arguments,
 )
@@ -200,7 +200,7 @@ def _qkv_cache_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, 0 = one scale; else k, v not stored
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
@@ -213,7 +213,7 @@ def _qkv_cache_write_kernel(
     NUM_Q_TILES: tl.constexpr = (NUM_Q_HEADS + TILE_HEADS - 1) // TILE_HEADS
     NUM_KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_HEADS - 1) // TILE_HEADS
     NUM_REST: tl.constexpr = HEAD_DIM - 2 * NUM_PAIRS
-    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
     TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK == BLOCK_SIZE
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -261,7 +261,7 @@ def _qkv_cache_write_kernel(
         )
     head_base = tl.load(head_base_ptr + head, mask=is_cached, other=0)
     block_stride = tl.load(block_stride_ptr + head, mask=is_cached, other=0)
-    if FP8_PATH is not None:
+    if CODEC is not None:
         scale_base = tl.load(scale_base_ptr + head, mask=is_cached, other=0)
         scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=is_cached, other=0)
     is_kv_row = in_row & (not is_q)
@@ -300,25 +300,26 @@ def _qkv_cache_write_kernel(
     target_ptr = q_out_ptr
     target = token * stride_q_out_token + head * stride_q_out_head
     stored = in_row & is_q
-    if FP8_PATH is None:
+    if CODEC is None:
         target_ptr = tl.where(is_q, q_out_ptr, cache_ptr)
         target = tl.where(is_q, target, address)
         stored |= kept
     _store_head(target_ptr + target, (a, b, rest), stored, NUM_PAIRS, NUM_REST, INTERLEAVED)
-    if FP8_PATH is not None and (TOKEN_SCALES or SCALES_PER_BLOCK == 0):
+    if CODEC is not None and (TOKEN_SCALES or SCALES_PER_BLOCK == 0):
         scale_ptr = tl.where(is_v, v_scale_ptr, k_scale_ptr) + scale_base
         if not is_q:
             if TOKEN_SCALES:
                 largest = finite_absmax(a.to(tl.float32))
                 largest = tl.maximum(largest, finite_absmax(b.to(tl.float32)))
-                scale = scale_of(tl.maximum(largest, finite_absmax(rest.to(tl.float32))))
+                largest = tl.maximum(largest, finite_absmax(rest.to(tl.float32)))
+                scale = scale_of(largest, CODEC)
                 tl.store(scale_ptr + block * scale_block_stride + offset, scale, mask=kept)
             else:
                 scale = tl.load(scale_ptr, mask=is_cached, other=1.0)
             code_ptr = cache_ptr + address
-            a_code = quantize(a, scale, TOKEN_SCALES, FP8_PATH)
-            b_code = quantize(b, scale, TOKEN_SCALES, FP8_PATH)
-            codes = a_code, b_code, quantize(rest, scale, TOKEN_SCALES, FP8_PATH)
+            a_code = quantize(a, scale, TOKEN_SCALES, CODEC)
+            b_code = quantize(b, scale, TOKEN_SCALES, CODEC)
+            codes = a_code, b_code, quantize(rest, scale, TOKEN_SCALES, CODEC)
             _store_head(code_ptr, codes, kept, NUM_PAIRS, NUM_REST, INTERLEAVED)
 
 
@@ -413,7 +414,7 @@ def qkv_cache_write(
         TILE_HEADS=config.tile_heads,
         **_rope_constexprs(rope, head_dim),
         **layout_constexprs(layout),
-        **fp8_constexprs(scales, layout, qkv.device),
+        **codec_constexprs(scales, layout, qkv.device),
         **overlap_options(qkv.device, worthwhile=token_tiles * num_tiles <= OVERLAPPED_PROGRAMS),
         num_warps=config.num_warps,
     )

@@ -35,12 +35,13 @@ from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, PagedKV, split_slot
-from mrv1.kernels.cache.fp8 import decode_e4m3, finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of, to_values
+from mrv1.kernels.cache.formats import QUARTERS
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import QUARTERS, KVScales
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.scale_arguments import (
     cache_arguments,
-    fp8_constexprs,
+    codec_constexprs,
     layout_constexprs,
     slot_arguments,
 )
@@ -260,7 +261,7 @@ def _list_quarters_kernel(
 
 @triton.jit
 def _write_quarters(
-    cache_ptr, scale_ptr, x_ptr, quarters, HEAD_DIM: tl.constexpr, FP8_PATH: tl.constexpr
+    cache_ptr, scale_ptr, x_ptr, quarters, HEAD_DIM: tl.constexpr, CODEC: tl.constexpr
 ):
     """Write the codes and scales of quarters of K or of V.
 
@@ -273,12 +274,13 @@ def _write_quarters(
     x = tl.load(x_ptr + dim, mask=is_new & in_head, other=0.0).to(tl.float32)
     old = tl.load(scale_ptr, mask=is_owned & ~is_begun, other=0.0)
     old = tl.where(old > 0, old, 0.0)  # NaN: nothing was stored
-    scale = tl.maximum(old, scale_of(tl.max(finite_absmax(x), axis=1, keep_dims=True)))
+    absmax = tl.max(finite_absmax(x), axis=1, keep_dims=True)
+    scale = tl.maximum(old, scale_of(absmax, CODEC))
     has_grown = is_owned & (scale > old) & (old > 0)
     is_moved = has_grown & ~is_new
     code = tl.load(cache_ptr + dim, mask=is_moved & in_head, other=0)
-    value = tl.where(is_new, x, decode_e4m3(code, FP8_PATH).to(tl.float32) * old)
-    code = quantize(value, scale, False, FP8_PATH)
+    value = tl.where(is_new, x, to_values(code, CODEC).to(tl.float32) * old)
+    code = quantize(value, scale, False, CODEC)
     tl.debug_barrier()  # all warps have read the old scale
     tl.store(scale_ptr, scale, mask=is_owned)
     tl.store(cache_ptr + dim, code, mask=(is_new | is_moved) & in_head)
@@ -288,7 +290,7 @@ def _write_quarters(
 def _write_rows(
     pages, scales, key, value, head, first_slot, member, is_owned,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    FP8_PATH: tl.constexpr,
+    CODEC: tl.constexpr,
 ):  # fmt: skip
     """Write K and V of the quarters at ``first_slot`` of the heads ``head``, [TILE_ROWS] int64.
 
@@ -311,11 +313,11 @@ def _write_rows(
     quarters = Quarters(member >= 0, is_owned[:, None, None], is_begun[:, None, None])
     x_ptr = key.ptr + member * key.stride_token + head * key.stride_head
     _write_quarters(
-        pages.k_ptr + address, scales.k_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
+        pages.k_ptr + address, scales.k_ptr + scale_address, x_ptr, quarters, HEAD_DIM, CODEC
     )
     x_ptr = value.ptr + member * value.stride_token + head * value.stride_head
     _write_quarters(
-        pages.v_ptr + address, scales.v_ptr + scale_address, x_ptr, quarters, HEAD_DIM, FP8_PATH
+        pages.v_ptr + address, scales.v_ptr + scale_address, x_ptr, quarters, HEAD_DIM, CODEC
     )
 
 
@@ -346,7 +348,7 @@ def _write_compared_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_SLOTS: tl.constexpr,
-    FP8_PATH: tl.constexpr,
+    CODEC: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,  # per head
 ):
     """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): TILE_ROWS (token, head) rows a program.
@@ -374,7 +376,7 @@ def _write_compared_kernel(
         PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
         Vectors(key_ptr, stride_key_token, stride_key_head),
         Vectors(value_ptr, stride_value_token, stride_value_head),
-        head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, FP8_PATH,
+        head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
     )  # fmt: skip
 
 
@@ -407,7 +409,7 @@ def _write_listed_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    FP8_PATH: tl.constexpr,
+    CODEC: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,  # per head
 ):
     """Grid (any number, NUM_KV_HEADS): the programs of a head share the quarters of its group."""
@@ -429,7 +431,7 @@ def _write_listed_kernel(
             PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
             Vectors(key_ptr, stride_key_token, stride_key_head),
             Vectors(value_ptr, stride_value_token, stride_value_head),
-            head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, FP8_PATH,
+            head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
         )  # fmt: skip
 
 
@@ -458,7 +460,7 @@ def write_quarters(
     )
     options = {
         **layout_constexprs(layout),
-        **fp8_constexprs(scales, layout, key.device),
+        **codec_constexprs(scales, layout, key.device),
         "TILE_ROWS": config.tile_rows,
         "num_warps": config.num_warps,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.checks import mrope_axes
-from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
+from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted
 from mrv1.kernels.cache.contracts import (
     PAGE_DTYPES,
     QKNorm,
@@ -15,14 +15,9 @@ from mrv1.kernels.cache.contracts import (
     check_qkv,
     table_columns,
 )
+from mrv1.kernels.cache.formats import QUARTERS, PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import (
-    LARGEST_E4M3,
-    QUARTERS,
-    SMALLEST_SCALE,
-    KVScales,
-    scales_per_block,
-)
+from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.layers.reference import apply_rope, rms_norm
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -62,25 +57,12 @@ def _scale_rows(
     """Return the flat addresses of the scales of tokens in blocks, ``[kv_heads, ...]``."""
     per_head = (-1, *[1] * (block.dim() - 1))
     address = scales.base.view(per_head) + block * scales.block_stride.view(per_head)
-    per_block = scales_per_block(scales.granularity, layout.block_size)
+    per_block = scales.page_format.scales_per_block(layout.block_size)
     return address + token * per_block // layout.block_size
 
 
-def token_scale(x: torch.Tensor) -> torch.Tensor:
-    """Return max(absmax / 448, 1e-12) of each vector's finite elements, float32."""
-    largest = wide(x).abs().nan_to_num(0.0, posinf=0.0).amax(-1)
-    # Division by a tensor is exact; for a Python number torch on a GPU multiplies by 1 / number.
-    return (largest / torch.full_like(largest, LARGEST_E4M3)).float().clamp_min(SMALLEST_SCALE)
-
-
-def quantize_e4m3(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the e4m3 codes (uint8) of ``x / scale``, saturated at +-448; every NaN is 0x7F."""
-    scaled = (wide(x) / scale[..., None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).float()
-    codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.masked_fill(scaled.isnan(), 0x7F)
-
-
 def _grow_scales(
+    page_format: PageFormat,
     pages: torch.Tensor,
     all_scales: torch.Tensor,
     quarter_rows: torch.Tensor,
@@ -91,6 +73,7 @@ def _grow_scales(
     """Raise the scales of quarters as their new vectors need; requantise the quarters' old codes.
 
     Args:
+        page_format: of the cache.
         pages: the cache's codes as rows, *written* in quarters whose scale grows.
         all_scales: flat, *written*.
         quarter_rows: ``[vectors, tokens, rows of a token]``, each vector's whole quarter.
@@ -106,8 +89,8 @@ def _grow_scales(
     grown = (new > old) & (old > 0)
     rows, old, new = quarter_rows[grown], old[grown, None], new[grown, None]
     codes = pages[rows].flatten(-2)  # [grown vectors, tokens, head_dim]
-    held = codes.view(torch.float8_e4m3fn).float() * old[..., None]
-    pages[rows] = quantize_e4m3(held, new).unflatten(-1, (-1, pages.shape[1]))
+    held = page_format.decode(codes, old, torch.float32)
+    pages[rows] = page_format.encode(held, new).unflatten(-1, (-1, pages.shape[1]))
 
 
 @counted
@@ -133,7 +116,7 @@ def kv_cache_write(
         scale_rows = _scale_rows(scales, layout, block, token)[keep]
         for i, all_scales in enumerate((scales.k_scale.view(-1), scales.v_scale.view(-1))):
             if scales.granularity == "token":
-                all_scales[scale_rows] = token_scale(vectors[i])
+                all_scales[scale_rows] = scales.page_format.scale(vectors[i])
             elif scales.granularity == "quarter":
                 size = layout.block_size // QUARTERS
                 position = token % size  # in its quarter
@@ -142,14 +125,15 @@ def kv_cache_write(
                     layout, block[:, :, None], first + torch.arange(size, device=key.device)
                 )
                 _grow_scales(
+                    scales.page_format,
                     _pages((k_cache, v_cache)[i], layout),
                     all_scales,
                     quarter[keep],
                     scale_rows,
                     position[keep] == 0,
-                    token_scale(vectors[i]),
+                    scales.page_format.scale(vectors[i]),
                 )
-            vectors[i] = quantize_e4m3(vectors[i], all_scales[scale_rows])
+            vectors[i] = scales.page_format.encode(vectors[i], all_scales[scale_rows])
     for cache, new in zip((k_cache, v_cache), vectors, strict=True):
         _pages(cache, layout)[rows] = new.unflatten(-1, (-1, layout.address_unit))
 
@@ -217,9 +201,9 @@ def gather_kv(
     if scales is None:
         return k.to(dtype), v.to(dtype), present
     scale_rows = _scale_rows(scales, layout, block.clamp_min(0)[:, :, None], token[None, None])
+    scale_rows = scale_rows.expand(*block.shape, -1).flatten(1)
     k, v = (
-        codes.view(torch.float8_e4m3fn).to(dtype)
-        * all_scales.view(-1)[scale_rows.expand(*block.shape, -1).flatten(1)][..., None]
+        scales.page_format.decode(codes, all_scales.view(-1)[scale_rows], dtype)
         for codes, all_scales in ((k, scales.k_scale), (v, scales.v_scale))
     )
     return k, v, present

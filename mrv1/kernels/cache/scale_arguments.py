@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.device import fp8_path
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+from mrv1.kernels.cache.kv_scales import KVScales
 
 
 def cache_arguments(
@@ -15,7 +14,7 @@ def cache_arguments(
     scales: KVScales | None,
     codes: torch.dtype = torch.uint8,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return K and V cache (as ``codes`` if fp8), K and V scales, scale bases, block strides."""
+    """Return K and V cache (codes as ``codes``), K and V scales, scale bases, block strides."""
     if scales is None:
         return k_cache, v_cache, None, None, None, None
     return (
@@ -43,19 +42,19 @@ def layout_constexprs(layout: KVLayout) -> dict[str, int]:
     }
 
 
-def fp8_constexprs(
+def codec_constexprs(
     scales: KVScales | None, layout: KVLayout, device: torch.device
 ) -> dict[str, object]:
-    """Return the constexprs that choose the fp8 conversion and the address of scales.
+    """Return the constexprs that choose the conversion of codes and the address of scales.
 
     Raises:
-        UnsupportedDeviceError: the device has no path for fp8.
+        UnsupportedDeviceError: the device cannot convert the codes.
     """
     if scales is None:
-        return {"FP8_PATH": None, "SCALES_PER_BLOCK": 0}
+        return {"CODEC": None, "SCALES_PER_BLOCK": 0}
     return {
-        "FP8_PATH": fp8_path(device).path,
-        "SCALES_PER_BLOCK": scales_per_block(scales.granularity, layout.block_size),
+        "CODEC": scales.page_format.codec(device),
+        "SCALES_PER_BLOCK": scales.page_format.scales_per_block(layout.block_size),
     }
 
 

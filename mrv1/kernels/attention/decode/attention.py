@@ -81,11 +81,11 @@ from mrv1.kernels.cache.addresses import (
     page_offset,
     table_column,
 )
+from mrv1.kernels.cache.codes import decode_pairs, product_query_pairs, scale_index
 from mrv1.kernels.cache.contracts import check_head_dim
-from mrv1.kernels.cache.fp8 import decode_pairs, product_query_pairs, scale_index
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+from mrv1.kernels.cache.kv_scales import KVScales, format_of
+from mrv1.kernels.cache.scale_arguments import cache_arguments, codec_constexprs
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _NUM_FIELDS = tl.constexpr(len(Item._fields))
@@ -120,7 +120,7 @@ class Cache(NamedTuple):
     HAS_WINDOW: bool
     VISITS_MASKED: bool  # whether items have keys that windows hide
     HAS_RING: bool
-    FP8_PATH: str | None  # None = not an fp8 cache
+    CODEC: str | None  # None = no codes, see codes.py
     SCALES_PER_BLOCK: int  # per head; 0 = one scale for all blocks
 
 
@@ -217,9 +217,9 @@ def _attend_item(
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
         scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
-    FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.FP8_PATH is None
+    FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.CODEC is None
     SCALES_LATE: tl.constexpr = FOLDS and softmax.soft_cap is None  # in the maximum and exponent
-    IS_FP8: tl.constexpr = CACHE.FP8_PATH is not None
+    IS_FP8: tl.constexpr = CACHE.CODEC is not None
     HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
     SCALES_PER_BLOCK: tl.constexpr = CACHE.SCALES_PER_BLOCK
@@ -296,7 +296,7 @@ def _attend_item(
             v_scale = tl.load(scales.v_ptr + scale_address, mask=present, other=0.0)
         block = _load_blocks(item, row, tile_start + TILE_TOKENS + lane, CACHE, "")
         if IS_FP8:
-            k, k_odd = decode_pairs(k, CACHE.FP8_PATH)
+            k, k_odd = decode_pairs(k, CACHE.CODEC)
             scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
             scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
         else:
@@ -346,7 +346,7 @@ def _attend_item(
         weights = weights.to(q.dtype)
         acc *= rescale[None, :]
         if IS_FP8:
-            v, v_odd = decode_pairs(v, CACHE.FP8_PATH)
+            v, v_odd = decode_pairs(v, CACHE.CODEC)
             acc = tl.dot(v.to(q.dtype), weights, acc, input_precision=PRECISION)
             acc_odd *= rescale[None, :]
             acc_odd = tl.dot(v_odd.to(q.dtype), weights, acc_odd, input_precision=PRECISION)
@@ -526,10 +526,10 @@ def _write_item(
     q_head = (head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
     q_row_ptr = q.ptr + head_offset(q, out_row, q_head)[None, :]
     queries = Queries(q_row_ptr, in_tile, query_position)
-    PACKED: tl.constexpr = 1 if CACHE.FP8_PATH is None else 2  # codes in an element
+    PACKED: tl.constexpr = 1 if CACHE.CODEC is None else 2  # codes in an element
     pages = _load_head(cache, head, PACKED, ALIGNED_ELEMENTS, CACHE_MODIFIER)
     head_scales = None
-    if CACHE.FP8_PATH is not None:
+    if CACHE.CODEC is not None:
         head_scales = _load_head(scales, head, 1, 1, CACHE_MODIFIER)
     visited_row_ptr = None
     if table.visited_ptr is not None:
@@ -603,7 +603,7 @@ def _paged_decode_attention_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,
     MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
     LOADED_STATES: tl.constexpr,  # partial results that a merging program loads at a time
@@ -618,7 +618,7 @@ def _paged_decode_attention_kernel(
     num_items = tl.load(num_items_ptr, cache_modifier=".cg" if EARLY else "")
     HEADS: tl.constexpr = Heads(NUM_KV_HEADS, QUERY_LEN, GROUP, HEAD_DIM)
     CACHE: tl.constexpr = Cache(
-        BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, FP8_PATH, SCALES_PER_BLOCK
+        BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, CODEC, SCALES_PER_BLOCK
     )
     TILES: tl.constexpr = Tiles(
         TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY,
@@ -760,7 +760,7 @@ def paged_decode_attention(
             num_q_heads=q.shape[1],
             dtype=q.dtype,
             query_len=query_len,
-            is_fp8=scales is not None,
+            page_format=format_of(q.dtype, scales),
             num_kv_splits=num_kv_splits,
             deterministic=deterministic,
         )
@@ -813,7 +813,7 @@ def paged_decode_attention(
         TILE_TOKENS=config.tile_tokens,
         TILE_DIM=tile_dim,
         PRECISION=dot_precision(q.dtype),
-        **fp8_constexprs(scales, layout, q.device),
+        **codec_constexprs(scales, layout, q.device),
         **merge_tile(plan.query_len * group, tile_dim, plan.deterministic),
         EARLY=early,
         DETERMINISTIC=plan.deterministic,

@@ -15,8 +15,8 @@ from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.checks import check_tensor
 from mrv1.kernels.attention.contracts import check_num_kv_splits
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.scale_arguments import product_dtype
 
 ITEM_FIELDS = 16
 """int32 values per item: an ``Item`` and padding, half a cache line."""
@@ -126,7 +126,7 @@ class DecodeAttentionConfig:
 
         Args:
             head_dim: of the cache.
-            dtype: float8_e4m3fn for an fp8 cache with products in fp16, else ``q``'s dtype.
+            dtype: see ``PageFormat.product_dtype``.
             tile_rows: padded query rows of a program.
             num_segments: requests times KV heads.
             has_window: whether any head has a window (its code takes registers).
@@ -142,9 +142,9 @@ class DecodeAttentionConfig:
             return cls(
                 tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
             )
-        is_fp8 = dtype == torch.float8_e4m3fn
+        has_codes = dtype.itemsize == 1
         is_narrow = tile_rows == MIN_TILE_ROWS and device.capability == (9, 0)
-        if is_fp8 and is_narrow and head_dim > 128:
+        if has_codes and is_narrow and head_dim > 128:
             # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
             return cls(
                 tile_tokens=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168
@@ -169,7 +169,7 @@ class DecodeAttentionConfig:
         # nothing spills from sm_90 on. With a few more registers only three programs do, in two
         # waves (8 x 131072, full and streaming heads: 396 us instead of 262).
         share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
-        if is_fp8 and is_narrow and not has_window and num_segments > 16 * device.num_sms:
+        if has_codes and is_narrow and not has_window and num_segments > 16 * device.num_sms:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
             # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
             return cls(
@@ -180,7 +180,7 @@ class DecodeAttentionConfig:
                 min_tiles=4,
                 max_registers=144,
             )
-        if is_fp8:
+        if has_codes:
             return cls(
                 tile_tokens=128,
                 num_warps=4,
@@ -252,7 +252,7 @@ class DecodePlan:
         num_q_heads: int,
         dtype: torch.dtype,
         query_len: int = 1,
-        is_fp8: bool = False,
+        page_format: PageFormat | None = None,
         num_kv_splits: int | None = None,
         deterministic: bool = False,
         read_early: bool = False,
@@ -266,7 +266,7 @@ class DecodePlan:
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
             query_len: queries per request, 1 to 8.
-            is_fp8: whether the cache has scales.
+            page_format: how the cache stores values; None = as they are, like the queries.
             num_kv_splits: as in ``paged_decode_attention``.
             deterministic: as in ``paged_decode_attention``.
             read_early: whether attention may read plan, block table and layout while the previous
@@ -291,24 +291,26 @@ class DecodePlan:
         rows = query_len * (num_q_heads // num_kv_heads)
         device = layout.head_base.device
         info = device_info(device)
+        page_format = page_format or PageFormat.plain(dtype)
+        product_dtype = page_format.product_dtype(dtype)
         config = DecodeAttentionConfig.default_for(
             layout.head_dim,
-            product_dtype(dtype, is_fp8),
+            product_dtype,
             padded_rows(rows),
             segments,
             layout.has_window,
             info,
         )
         if deterministic:
-            config = _deterministic(config, layout, product_dtype(dtype, is_fp8), info)
+            config = _deterministic(config, layout, product_dtype, info)
         max_tiles = max(1, cdiv(max_keys, config.tile_tokens))
-        key_bytes = 2 * layout.head_dim * (1 if is_fp8 else dtype.itemsize)
+        key_bytes = 2 * page_format.vector_bytes(layout.head_dim)
         if deterministic:
             max_pieces = num_pieces(max_keys)
             shares = int(SHARES_PER_SM * info.num_sms)
             shares = max(1, shares if segments <= shares else info.num_sms // 2)
-            most_items = fine_items = 1 << 30 if is_fp8 else shares  # codes are not folded
-            num_cut = segments if is_fp8 else min(segments, shares)
+            most_items = fine_items = 1 << 30 if page_format.has_scales else shares  # no folds
+            num_cut = segments if page_format.has_scales else min(segments, shares)
             max_items = segments + num_cut * (max_pieces - 1)
         elif num_kv_splits is not None:
             max_pieces = min(num_kv_splits, max_tiles)
@@ -355,9 +357,9 @@ def _deterministic(
 ) -> DecodeAttentionConfig:
     """Return the configuration with the steps of prefill attention, whose bits follow from them.
 
-    An fp8 cache has other steps; its segments are whole up to one piece.
+    Codes have other steps; their segments are whole up to one piece.
     """
-    if dtype == torch.float8_e4m3fn:
+    if dtype.itemsize == 1:
         return replace(config, min_tiles=1)
     steps = PrefillAttentionConfig.default_for(
         layout.head_dim, dtype, device.capability, layout.has_window

@@ -77,11 +77,11 @@ from mrv1.kernels.cache.addresses import (
     load_page_rows,
     table_column,
 )
+from mrv1.kernels.cache.codes import product_query, scale_index
 from mrv1.kernels.cache.contracts import check_head_dim
-from mrv1.kernels.cache.fp8 import product_query, scale_index
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.kernels.cache.scale_arguments import cache_arguments, fp8_constexprs
+from mrv1.kernels.cache.scale_arguments import cache_arguments, codec_constexprs
 
 SCAN_REQS = tl.constexpr(128)
 """Requests whose first tiles are compared at once."""
@@ -318,7 +318,7 @@ def _paged_prefill_attention_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8_PATH: tl.constexpr,  # None = not an fp8 cache
+    CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,  # per head; 0 = one scale for all blocks
     MIN_STEPS: tl.constexpr,  # fewest of a program that shares a tile
     FOLDS: tl.constexpr,  # whether the result is the fold of fixed pieces, see fold_state
@@ -437,11 +437,11 @@ def _paged_prefill_attention_kernel(
     if not _holds_every_page(table_row, first_block, end_block, BLOCK_SIZE):
         inner_end = 0
 
-    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if FP8_PATH is None else ALIGNED_CODES
+    ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
     head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED)
     block_stride = tl.load(block_stride_ptr + head)
     score_scale = tl.full([TILE_ROWS], softmax_scale * LOG2_E, tl.float32)
-    if FP8_PATH is not None:
+    if CODEC is not None:
         scale_base = tl.load(scale_base_ptr + head)
         scale_block_stride = tl.load(scale_block_stride_ptr + head)
         q, q_unit = product_query(q)
@@ -490,7 +490,7 @@ def _paged_prefill_attention_kernel(
         present = block >= 0
         loaded = present[:, None] & in_head[None, :]  # NaN of an unseen page must not enter
 
-        k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, CODEC)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SCALES_PER_BLOCK > 0:
             scale_address = scale_base + block * scale_block_stride
@@ -530,7 +530,7 @@ def _paged_prefill_attention_kernel(
             weights *= (v_scale / new_unit)[None, :]
             rescale *= v_unit / new_unit
             v_unit = new_unit
-        v = load_page_rows(v_cache_ptr + offsets, loaded, q.dtype, FP8_PATH)
+        v = load_page_rows(v_cache_ptr + offsets, loaded, q.dtype, CODEC)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
@@ -538,7 +538,7 @@ def _paged_prefill_attention_kernel(
         acc, top, total = fold_piece(
             folded, folded_top, folded_total, acc, top, tl.max(sums, axis=1), 1
         )
-    if FP8_PATH is not None:
+    if CODEC is not None:
         acc *= v_unit
 
     # Computed again: kept through the loop, the rows' addresses would take registers it needs.
@@ -767,7 +767,7 @@ def paged_prefill_attention(
         PRECISION=dot_precision(q.dtype),
         MIN_STEPS=MIN_SPLIT_STEPS,
         FOLDS=folds,
-        **fp8_constexprs(scales, layout, q.device),
+        **codec_constexprs(scales, layout, q.device),
         **config.launch_options(),
     )
     return out

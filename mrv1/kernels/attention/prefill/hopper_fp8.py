@@ -57,7 +57,7 @@ from mrv1.kernels.attention.prefill.hopper import (
     rows_layout,
 )
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales, scales_per_block
+from mrv1.kernels.cache.kv_scales import KVScales
 
 DIM = gl.constexpr(128)
 ROWS_LAYOUT = gl.constexpr(rows_layout(128))
@@ -647,7 +647,7 @@ def launch(
     group = num_q_heads // layout.num_kv_heads
     heads, num_heads = heads_of_launch(layout)
     num_programs = (num_tokens // (ROWS.value // group) + num_reqs) * num_heads
-    per_block = scales_per_block(scales.granularity, layout.block_size)
+    per_block = scales.page_format.scales_per_block(layout.block_size)
     num_sharing = 0
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)

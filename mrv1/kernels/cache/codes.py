@@ -1,8 +1,8 @@
-"""Device functions of fp8 caches: e4m3 codes to and from floats, scales of (token, head) vectors.
+"""Device functions of page formats with codes: codes to and from floats, scales of vectors.
 
-Codes are ``uint8`` (e4m3fn: no infinity, NaN is 0x7F), so that no kernel argument has a type that
-a GPU without e4m3 lacks. ``PATH`` says how codes are converted: by ``"hardware"`` or, with the
-same bits, by ``"integer"`` arithmetic (see ``mrv1.device.fp8_path``).
+``CODEC`` is the tag that ``PageFormat.codec`` gives for a format and a device. Codes of e4m3fn (no
+infinity, NaN is 0x7F) are converted by the hardware or, with the same bits, by integer arithmetic
+(see ``mrv1.device.fp8_path``).
 
 Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
 """
@@ -10,20 +10,21 @@ Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
 from __future__ import annotations
 
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.cache.kv_scales import LARGEST_E4M3 as LARGEST_E4M3_VALUE
-from mrv1.kernels.cache.kv_scales import SMALLEST_SCALE as SMALLEST_SCALE_VALUE
+from mrv1.kernels.cache import formats
 
 INTERPRETED = tl.constexpr(INTERPRET)
-LARGEST_E4M3 = tl.constexpr(LARGEST_E4M3_VALUE)
-SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE_VALUE)
+LARGEST_E4M3 = tl.constexpr(formats.FP8.largest)
+SMALLEST_SCALE = tl.constexpr(formats.SMALLEST_SCALE)
+E4M3_HARDWARE = tl.constexpr(formats.FP8.tag("hardware"))
+E4M3_INTEGER = tl.constexpr(formats.FP8.tag("integer"))
 
 
 @triton.jit
-def encode_e4m3(x, PATH: tl.constexpr):
-    """Return the codes of float32 ``x``: nearest, ties to even; +-448 at most; NaN is 0x7F."""
-    if PATH == "hardware" and INTERPRETED:
+def to_codes(x, CODEC: tl.constexpr):
+    """Return the codes of float32 ``x``, uint8: nearest, ties to even, saturated; NaN is 0x7F."""
+    if CODEC == E4M3_HARDWARE and INTERPRETED:
         code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif PATH == "hardware" and x.numel > 1:
+    elif CODEC == E4M3_HARDWARE and x.numel > 1:
         # Before 3.9, Triton's own cast for sm_89 goes through fp16, and so rounds twice.
         code = tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
@@ -48,9 +49,9 @@ def encode_e4m3(x, PATH: tl.constexpr):
 
 
 @triton.jit
-def decode_e4m3(code, PATH: tl.constexpr):
-    """Return the values of ``code`` in fp16, which represents every e4m3 value exactly."""
-    if PATH == "hardware":
+def to_values(code, CODEC: tl.constexpr):
+    """Return the values of codes in fp16, which represents every value exactly."""
+    if CODEC == E4M3_HARDWARE:
         value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
         bits = code.to(tl.uint16)
@@ -96,14 +97,15 @@ def divide_exactly(x, divisor, inverse, CORRECTIONS: tl.constexpr):
 
 
 @triton.jit
-def scale_of(largest):
-    """Return the scale of vectors whose largest magnitude is given: max(largest / 448, 1e-12)."""
-    scale = divide_exactly(largest, LARGEST_E4M3, 1.0 / LARGEST_E4M3, 2)
+def scale_of(absmax, CODEC: tl.constexpr):
+    """Return the scale of vectors of a largest magnitude: max(absmax / largest code, 1e-12)."""
+    tl.static_assert((CODEC == E4M3_HARDWARE) | (CODEC == E4M3_INTEGER), "unknown codec")
+    scale = divide_exactly(absmax, LARGEST_E4M3, 1.0 / LARGEST_E4M3, 2)
     return tl.maximum(scale, SMALLEST_SCALE)
 
 
 @triton.jit
-def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
+def quantize(x, scale, OWN_SCALE: tl.constexpr, CODEC: tl.constexpr):
     """Return the codes of ``x / scale``, divided in float32; ``scale`` has a last axis of size 1.
 
     OWN_SCALE says that ``scale`` is ``scale_of`` the vector itself: then no quotient overflows,
@@ -117,7 +119,7 @@ def quantize(x, scale, OWN_SCALE: tl.constexpr, PATH: tl.constexpr):
         quotient = divide_exactly(wide, scale, inverse, CORRECTIONS)
     else:
         quotient = tl.div_rn(wide, tl.broadcast_to(scale, x.shape))
-    return encode_e4m3(quotient, PATH)
+    return to_codes(quotient, CODEC)
 
 
 @triton.jit
@@ -144,18 +146,18 @@ def product_query(q):
 
 
 @triton.jit
-def decode_pairs(codes, PATH: tl.constexpr):
+def decode_pairs(codes, CODEC: tl.constexpr):
     """Return the values of the low and of the high code in each int16, in fp16, exactly.
 
     As pairs in 16-bit elements, codes are moved, transposed and passed to the tensor cores like
     any 16-bit type; single bytes would have to be shuffled into place one by one.
     """
-    if PATH == "integer":
+    if CODEC == E4M3_INTEGER:
         low = _decode_high_byte(codes << 8)
         high = _decode_high_byte(codes)
     elif INTERPRETED:
-        low = decode_e4m3((codes & 0xFF).to(tl.uint8), PATH)
-        high = decode_e4m3(((codes >> 8) & 0xFF).to(tl.uint8), PATH)
+        low = to_values((codes & 0xFF).to(tl.uint8), CODEC)
+        high = to_values(((codes >> 8) & 0xFF).to(tl.uint8), CODEC)
     else:  # a shuffle and two conversions per four codes; Triton's own casts need twice that
         low, high = tl.inline_asm_elementwise(
             """{
