@@ -146,7 +146,7 @@ class LLM:
         # First: a damaged small file fails before weights load, not minutes later. transformers
         # reads config.json for a tokenizer too, which is not to blame for a mistake there.
         ModelConfig.from_pretrained(checkpoint.path, generation_config=config.generation_config)
-        self._tokenizer = Tokenizer(checkpoint)
+        self._tokenizer = Tokenizer(checkpoint.path)
         self._defaults = SamplingDefaults.of(
             checkpoint, config.generation_config, override_generation_config
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mrv1.errors import ConfigError, RequestError
@@ -54,13 +55,13 @@ class ChatTemplateError(RequestError):
 class Tokenizer:
     """The tokenizer of one checkpoint; a checkpoint without one takes and gives token ids only."""
 
-    def __init__(self, checkpoint: Checkpoint | None) -> None:
-        """Load the tokenizer of a checkpoint, if it has one; None = no checkpoint.
+    def __init__(self, path: Path | None) -> None:
+        """Load the tokenizer of the checkpoint at ``path``, if it has one; None = no checkpoint.
 
         Raises:
             ConfigError: there are tokenizer files, but they cannot be loaded.
         """
-        self._path = None if checkpoint is None else checkpoint.path
+        self._path = path
         self._tokenizer: Any = None
         self._byte_tokens: list[int] = []
         """[256] token of each single byte, in vocabularies with byte fallback; else empty."""
@@ -73,9 +74,9 @@ class Tokenizer:
         self._joined: frozenset[int] = frozenset()
         """Added tokens: no space is written between two of them."""
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
-        if checkpoint is None or not checkpoint.has_tokenizer:
+        if path is None or not Checkpoint.at(path).has_tokenizer:
             return
-        self._tokenizer = checkpoint.tokenizer()
+        self._tokenizer = Checkpoint.at(path).tokenizer()
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         tokens = self._tokenizer.convert_tokens_to_ids(names)
         if (

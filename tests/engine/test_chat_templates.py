@@ -33,7 +33,6 @@ from mrv1 import ConfigError, RequestError
 from mrv1.config import checkpoint_dir
 from mrv1.engine.chat import ChatTemplate
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
-from mrv1.models import Checkpoint
 from tests.engine.chat_model import SANITIZES
 
 FOUND = importlib.util.find_spec("trl")  # not imported: it would import what it depends on
@@ -143,7 +142,7 @@ CONVERSATIONS = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(Checkpoint.open("tiny"))
+    return Tokenizer(checkpoint_dir("tiny"))
 
 
 def prompt_of(tokenizer: Tokenizer, messages, template: str | None, **options) -> ChatPrompt:
@@ -479,7 +478,7 @@ EACH_PART = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}<think>"
     ],
 )
 def test_a_control_token_that_transformers_does_not_see_is_refused(content, options):
-    tokenizer = Tokenizer(Checkpoint.open("tiny"))
+    tokenizer = Tokenizer(checkpoint_dir("tiny"))
     tokenizer.library.add_tokens(["<think>", "</think>", "  "])
     messages = [{"role": "user", "content": content}]
     with pytest.raises(RequestError, match=r"within one text, got '<.*in a key or in two parts"):
@@ -500,7 +499,7 @@ THINKING = (
 
 @sanitizes
 def test_control_tokens_that_the_template_takes_out_leave_no_trace():
-    tokenizer = Tokenizer(Checkpoint.open("tiny"))
+    tokenizer = Tokenizer(checkpoint_dir("tiny"))
     tokenizer.library.add_tokens(["<think>", "</think>"])
     think = tokenizer.library.convert_tokens_to_ids("<think>")
     answer = {"role": "assistant", "content": "<think>\nRed.\n</think>\n\nA rose."}
@@ -540,7 +539,7 @@ def test_a_control_token_that_plain_text_makes_is_refused(tmp_path):
     words.pre_tokenizer = WhitespaceSplit()
     words.add_special_tokens(["<end>"])
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    tokenizer = Tokenizer(Checkpoint.at(tmp_path))
+    tokenizer = Tokenizer(tmp_path)
     message = {"role": "user", "content": "a <end>"}
     with pytest.raises(RequestError, match=r"'<end>'.*; sanitize_control_tokens=False encodes"):
         prompt_of(tokenizer, [message], "{{ messages[0].content }}")
@@ -579,7 +578,7 @@ def checkpoint(path: Path, *, config=None, files=()) -> Tokenizer:
     for name, text in dict(files).items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)
-    return Tokenizer(Checkpoint.at(path))
+    return Tokenizer(path)
 
 
 NAMED = [{"name": "default", "template": DEFAULT}, {"name": "tool_use", "template": TOOL_USE}]

@@ -16,7 +16,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mrv1.engine.tokenizer import Detokenizer, OutputText, Tokenizer
-from mrv1.models import Checkpoint
 
 FFFD = "\N{REPLACEMENT CHARACTER}"
 END, PAD = "<end>", "<pad>"
@@ -128,7 +127,7 @@ def _load(backend: BackendTokenizer, folder: Path) -> Tokenizer:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=True
     ).save_pretrained(folder)
-    return Tokenizer(Checkpoint.at(folder))
+    return Tokenizer(folder)
 
 
 BACKENDS = {kind: make() for kind, make in KINDS.items()}

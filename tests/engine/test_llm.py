@@ -19,7 +19,6 @@ from mrv1 import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.kernels import reference
-from mrv1.models import Checkpoint
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_checkpoint
 
 VOCAB = 160
@@ -123,7 +122,7 @@ def test_64_greedy_tokens_equal_transformers(tmp_path, device, family, rope, ove
 def test_greedy_tokens_of_the_embedded_model_equal_transformers(device, schedule):
     path = checkpoint_dir("tiny")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(device)
-    tokenizer = Tokenizer(Checkpoint.at(path))
+    tokenizer = Tokenizer(path)
     texts = ("ROMEO:", "What is the city but the people?\n", "KING RICHARD III:\nA horse! " * 8)
     prompts = [tokenizer.encode(text) for text in texts]
     assert_greedy_equals_transformers(path, model, prompts, *schedule)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mrv1 import RequestError
+from mrv1.config import checkpoint_dir
 from mrv1.engine.outputs import Logprob
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import Tokenizer
-from mrv1.models import Checkpoint
 from mrv1.runner import StepOutput, StepPlan
 from mrv1.runner.logprobs import PackedPosition, _packed_dtype
 from mrv1.runner.step import RowFailure, TokenLogprobs
@@ -73,7 +73,7 @@ def test_each_token_has_the_logprobs_that_the_device_reported():
 
 
 def test_logprobs_have_the_text_of_each_token():
-    tokenizer = Tokenizer(Checkpoint.open("tiny"))
+    tokenizer = Tokenizer(checkpoint_dir("tiny"))
     scheduler = make_scheduler(max_steps_in_flight=1)
     request = make_request("a", (1, 2), max_tokens=1, logprob_token_ids=[6], ignore_eos=True)
     scheduler.add(request)

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from mrv1 import ConfigError, RequestError
 from mrv1.engine.tokenizer import Detokenizer, OutputText, Tokenizer
-from mrv1.models import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     )
     backend.train_from_iterator(["the king and the queen"] * 3, trainer)
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(path)
-    return Tokenizer(Checkpoint.at(path))
+    return Tokenizer(path)
 
 
 @given(text=st.text(max_size=30))
@@ -57,7 +56,7 @@ def test_special_tokens_are_not_text(tokenizer):
 
 
 def test_without_a_tokenizer_there_is_no_text(tmp_path):
-    bare = Tokenizer(Checkpoint.at(tmp_path))
+    bare = Tokenizer(tmp_path)
     assert bare.decode([1, 2]) == ""
     detokenizer = Detokenizer(bare)
     assert [detokenizer.text([7] * end) for end in range(1, 100)] == [""] * 99
@@ -74,7 +73,7 @@ def test_a_broken_tokenizer_is_a_config_error(tmp_path):
         '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
     with pytest.raises(ConfigError, match="tokenizer: cannot load the one in"):
-        Tokenizer(Checkpoint.at(tmp_path))
+        Tokenizer(tmp_path)
 
 
 # --- stop strings --------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_an_fp8_cache_changes_the_logits_of_a_trained_model_little() -> None:
         directory, device="cpu", dtype=torch.float32, ops=select_ops("reference"), progress=False
     )
     text = "KING RICHARD III:\nA horse! A horse! my kingdom for a horse!\n\nROMEO:\nO, she doth"
-    ids = Tokenizer(Checkpoint.at(directory)).encode(text)
+    ids = Tokenizer(directory).encode(text)
 
     def run(driver: PagedDriver) -> torch.Tensor:
         return driver.logits([ids], None)[0]
