@@ -105,7 +105,7 @@ class BoundLayer:
             num_q_heads=self.layer.num_heads,
             dtype=dtype,
             query_len=query_len,
-            is_fp8=self.layer.is_fp8,
+            page_format=None if self.pages.scales is None else self.pages.scales.page_format,
         )
 
     def allocate_splits(
