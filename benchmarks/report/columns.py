@@ -19,12 +19,12 @@ class Column:
     key: str
     """Where an entry has the figure; dots lead into objects: ``"host.total_us"``. Several keys
     have spaces between them."""
-    head: str = ""
-    """Of the tables' column; "" = only the manual has the field."""
+    head: str
+    """Of the tables' column."""
     format: str = TEXT
     """Takes the figures of ``key``, as ``str.format``. A figure that is null or missing is "-"."""
     help: str = ""
-    """What it means, for the manual; "" = the manual leaves it out."""
+    """What the first figure means, in the manual; "" = the head says it."""
     unit: float = 1
     """What the figures are divided by."""
     on_page: bool = True
@@ -69,9 +69,7 @@ def shown(
     return [
         each
         for each in columns
-        if each.head
-        and (each.on_page or not on_page)
-        and any(each.is_in(entry) for entry in entries)
+        if (each.on_page or not on_page) and any(each.is_in(entry) for entry in entries)
     ]
 
 
@@ -99,7 +97,7 @@ def console(
     """Return the console's table: a row for each entry.
 
     Args:
-        columns: those without a head, and those that no entry has, are left out.
+        columns: those that no entry has are left out.
         entries: of the result.
         title: stands above.
         caption: stands below.
@@ -123,14 +121,14 @@ def console(
     return found
 
 
-def manual(kind: str) -> str:
-    """Return the manual's table of a kind's fields; neighbours of one meaning share a row."""
+def manual(kind: str) -> list[str]:
+    """Return what the manual says of a kind's columns; those of one meaning share a row."""
     rows: dict[str, list[str]] = {}
     for each in COLUMNS[kind]:
         if each.help:
-            rows.setdefault(each.help, []).extend(f"`{key}`" for key in each.keys)
-    body = [[", ".join(names), meaning] for meaning, names in rows.items()]
-    return table(["field of a result", "meaning"], body, [True, True])
+            name = each.keys[0].removesuffix(".median")
+            rows.setdefault(each.help, []).append(f"`{name}`")
+    return [f"| {', '.join(names)} | {meaning} |" for meaning, names in rows.items()]
 
 
 _BATCH = Column("batch", "batch", "{}")
@@ -138,39 +136,30 @@ _RATES = (
     "output tokens, prompt and output tokens (of each turn its whole prompt), requests, over "
     "`duration_s`: from the start to the last token"
 )
-_RATIOS = "relative to the first cache of the file; above 1 is better"
-_SAVINGS = (
-    "`mean` share of the first cache's time that is saved, over the pairs of runs with the same "
-    "prompts, with Student's 95% interval from `low` to `high`; null for the first cache, and "
-    "where there is one run"
+_TIMES = (
+    "mean, median, p99 and all percentiles, in ms: first token from when the request was due; "
+    "between tokens; last token. null with `--no-stream-outputs`, except the last"
 )
 _FASTER = "how many times as fast as the reference, by `tokens_per_s` and by `tpot_ms`"
-_LOGPROBS = (
-    "`step_ms` where every request asks for 5 log-probabilities (`--logprobs`), and that over "
-    "`step_ms`"
-)
 _WAITS = "waits for an event (a step's result is one), and for a stream or the device"
-_TEXTS = "that time / the time of `text`; `gpu_over_text` is null on a CPU"
-_CHOICES = "of the output tokens' log-probabilities, absolute"
-_LIKELIEST = "the same of the 20 likeliest tokens of each position"
 
 _VARIANT = (
-    Column("kernel", "kernel"),
+    Column("kernel", "kernel", on_page=False),
     Column("median_us", "us", "{:,.1f}"),
-    Column("p20_us", "p20", "{:.2f}"),
-    Column("p80_us", "p80", "{:.2f}"),
+    Column("p20_us", "p20", "{:.2f}", on_page=False),
+    Column("p80_us", "p80", "{:.2f}", on_page=False),
     Column(
         "bytes_moved", "MB moved", "{:.2f}",
         "`kv_bytes`, the entries of the block table for those pages, q and out; without scales "
-        "where a peer has one scale for all", unit=1e6,
+        "where a peer has one scale for all", unit=1e6, on_page=False,
     ),
     Column(
         "share_of_copy_bandwidth", "of copy bandwidth", "{:.0%}",
         "`bytes_moved` / median / copy bandwidth of the same process",
     ),
     Column("flops_per_s", "TFLOP/s", "{:.0f}", "`flops` / median; prefill only", unit=1e12),
-    Column("ratio", "ratio", "{:.2f}"),
-    Column("relative_error", "error", "{:.1e}"),
+    Column("ratio", "ratio", "{:.2f}", on_page=False),
+    Column("relative_error", "error", "{:.1e}", on_page=False),
 )  # fmt: skip
 """Of a variant of a kernel, on the console."""
 
@@ -208,31 +197,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(
             "prefill_ms", "prefill, ms", "{:.1f}", "time until every request has its first token"
         ),
-        Column("num_graph_steps", help="steps of a run that ran as CUDA graphs alone"),
-        Column(
-            "weight_bytes",
-            help="bytes of weights that a step reads; the embedding table counts only if it is "
-            "also the output head",
-        ),
-        Column(
-            "kv_bytes",
-            help="bytes of K and V (codes and scales of an fp8 cache) that a decode step reads: "
-            "the mean over a request's decode steps",
-        ),
-        Column("samples", help="the counted runs; the figures above are their medians"),
-        Column(
-            "start",
-            help="`seconds` from an empty device to an engine that accepts requests: weights, "
-            "memory profile, caches, graph capture; without imports and the CUDA context. "
-            "`triton_cache`: before it, Triton's cache had no kernels (`empty`), all that the "
-            "start needs (`filled`), or neither (`partly filled`; in files before 2026-11-26 also "
-            "`filled`)",
-        ),
-        Column(
-            "copy_bandwidth_bytes_per_s",
-            help="bytes read plus bytes written by a 1 GiB device-to-device copy in the same "
-            "process; null on a CPU",
-        ),
     ),
     "runner": (
         _BATCH,
@@ -246,19 +210,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
             "gpu_ms", "GPU, ms", "{:.3f}", "as for `generate`, in the same steps", on_page=False
         ),
         Column(
-            "staging_waits",
-            help="how often the host waited for a pinned buffer in those steps",
-        ),
-        Column(
             "deterministic_over_default", "deterministic", "{:.2f}x",
             "step time of a second engine with `deterministic=True`, over `step_ms`",
         ),
-        Column("logprobs_step_ms", help=_LOGPROBS),
-        Column("logprobs_over_default", "log-probabilities", "{:.2f}x", _LOGPROBS),
         Column(
-            "trace",
-            help="means over steps under torch's profiler, taken last because the profiler slows "
-            "the host; null on a CPU",
+            "logprobs_over_default", "log-probabilities", "{:.2f}x",
+            "`logprobs_step_ms` over `step_ms`",
         ),
         Column("trace.step_us", "us per step", "{:,.0f}", on_page=False),
         Column(
@@ -280,24 +237,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ),
         Column("trace.event_waits", "event waits", "{:.2g}", _WAITS),
         Column("trace.other_waits", "other waits", "{:.2g}", _WAITS),
-        Column(
-            "host",
-            help="medians over further steps, in us: `schedule`, `execute`, `read` (of a result "
-            "that is ready), `update`, and `total`, which is everything except the wait for the "
-            "result. `mean_total_us` also shows rare pauses. `quietest_us` is the lowest median "
-            "of the 16 windows, which take turns on the CPUs: other users of a shared machine "
-            "slow some CPUs down for tenths of a second",
-        ),
-        Column(
-            "waiting",
-            help="`host` again at the largest batch, while this many requests wait for a slot",
-        ),
-        Column(
-            "first_requests",
-            help="for each kind of request, the times of the first two, alone, 8 tokens each, "
-            "before anything else runs in the engine; and how many kernels were compiled or "
-            "loaded meanwhile",
-        ),
     ),
     "runner host": (
         _BATCH,
@@ -331,28 +270,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("mrv1_over_vllm", "mrv1 over vLLM", "{:.2f}x"),
     ),
     "serving": (
-        Column(
-            "conditions",
-            help="all options; `new_input_tokens` and `output_tokens` are sums over the requests "
-            "of a run, of what each turn adds",
-        ),
-        Column(
-            "results.*.start_s",
-            help="from the configuration to an engine that accepts requests, without imports",
-        ),
-        Column(
-            "results.*.agreement",
-            help="first tokens `equal` to those of the engine measured first, different at "
-            "`near_ties` (as for `vllm`), and `different`",
-        ),
-        Column(
-            "results.*.request_rate",
-            help="conversations that arrived per second; null = all at once",
-        ),
-        Column(
-            "results.*.runs figures",
-            help="the figures of each counted run, and their medians",
-        ),
         Column("engine", "engine"),
         Column("output_throughput", "output tokens/s", "{:,.0f}", _RATES),
         Column("total_token_throughput", "all tokens/s", "{:,.0f}", _RATES),
@@ -361,42 +278,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
             "request_goodput", "good requests/s", "{:.2f}",
             "requests within all limits of `--goodput` / `duration_s`; null without limits",
         ),
-        Column("ttft_ms.median ttft_ms.p99", "first token, ms", "{:,.1f} / {:,.1f}"),
-        Column("itl_ms.median itl_ms.p99", "between tokens, ms", "{:,.1f} / {:,.1f}"),
-        Column("e2el_ms.median e2el_ms.p99", "whole request, ms", "{:,.1f} / {:,.1f}"),
-        Column(
-            "ttft_ms itl_ms tpot_ms e2el_ms",
-            help="mean, median, p99 and all percentiles, in ms: first token from when the request "
-            "was due; between tokens; mean of a request between tokens; last token. null with "
-            "`--no-stream-outputs`, except the last",
-        ),
-        Column(
-            "over_vllm.*",
-            help="an engine's figure over vLLM's: throughputs above 1 and times below 1 are "
-            "better",
+        *(
+            Column(f"{key}.median {key}.p99", head, "{:,.1f} / {:,.1f}", _TIMES)
+            for key, head in (
+                ("ttft_ms", "first token, ms"),
+                ("itl_ms", "between tokens, ms"),
+                ("e2el_ms", "whole request, ms"),
+            )
         ),
         Column("first_tokens", "first tokens", on_page=False),
     ),
     "vllm": (
-        Column(
-            "reference",
-            help="the first mode that started: ratios and first tokens are compared with it",
-        ),
-        Column(
-            "modes.*.start_s later_starts_s",
-            help="from vLLM's configuration to an engine that accepts requests, without imports; "
-            "in the first process, in later ones",
-        ),
-        Column(
-            "modes.*.first_tokens",
-            help="for each of 32 prompts of different lengths, the first token and the lead of "
-            "the best log-probability over the next",
-        ),
-        Column(
-            "modes.*.agreement",
-            help="first tokens `equal` to the reference's, different at `near_ties` (its lead is "
-            "at most 1/8 for bfloat16, 1/64 for float16, 1/2 for fp8 caches), and `different`",
-        ),
         Column("cell", "requests x prompt"),
         Column("mode", "mode"),
         Column(
@@ -406,27 +298,21 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("slowest fastest", "of runs", "{:,.0f} to {:,.0f}"),
         Column("speedup", "speedup", "{:.2f}x", _FASTER),
         Column("tpot_speedup", "of a token", "{:.2f}x", _FASTER, on_page=False),
-        Column("ttft_ms", "first token, ms", "{:,.1f}"),
         Column(
-            "ttft_ms prefill_ms",
-            help="median, and longest, time to a request's first token (`schema` 1: in a run of "
-            "the same prompts with one output token each)",
+            "ttft_ms", "first token, ms", "{:,.1f}",
+            "median time to a request's first token (`schema` 1: in a run of the same prompts "
+            "with one output token each)",
         ),
         Column(
             "tpot_ms", "ms per token", "{:.2f}",
             "time per output token: (seconds of the run - `prefill_ms`) / (output tokens - 1)",
         ),
-        Column(
-            "floor_ms share_of_floor",
-            help="as for `generate`, with the bytes of the mode's KV cache; the share is "
-            "`floor_ms / tpot_ms`",
-        ),
-        Column("share_of_floor", "share of floor", "{:.0%}"),
+        Column("share_of_floor", "share of floor", "{:.0%}", "`floor_ms / tpot_ms`"),
     ),
     "vllm modes": (
-        Column("mode", "mode"),
-        Column("start_s", "start, s", "{:.1f}"),
-        Column("first_tokens", "first tokens"),
+        Column("mode", "mode", on_page=False),
+        Column("start_s", "start, s", "{:.1f}", on_page=False),
+        Column("first_tokens", "first tokens", on_page=False),
     ),
     "async llm": (
         Column("batch", "requests", "{}"),
@@ -463,31 +349,21 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("first_token_ms first_token_over_none", "first token, ms", "{:.3g} ({:.2f}x)"),
     ),
     "multimodal": (
+        Column("variant", "tokens"),
         Column(
-            "text.*.orders.*.with_over_without",
-            help="tokens/s with the buffer / tokens/s without, prefill included, by the engine "
-            "built first",
+            "first_token_ms first_token_over_text", "first token, ms", "{:.2f} ({:.3f}x)",
+            "of `prefill.*`: median from adding the request to its token; making the item, which "
+            "checks its rows, is not included",
         ),
         Column(
-            "text.*.with_over_without",
-            help="geometric mean over both orders (schema 2: with the buffer first)",
-        ),
-        Column(
-            "prefill.*.first_token_ms",
-            help="median from adding the request to its token; making the item, which checks its "
-            "rows, is not included",
-        ),
-        Column(
-            "prefill.*.gpu_ms",
-            help="of that, the time that the GPU works on the step, without the copy of features "
+            "gpu_ms gpu_over_text", "GPU, ms", "{:.2f} ({:.3f}x)",
+            "of that, the time that the GPU works on the step, without the copy of features "
             "before it (with it in schema 1); 0 on a CPU",
         ),
-        Column("variant", "tokens"),
-        Column("first_token_ms first_token_over_text", "first token, ms", "{:.2f} ({:.3f}x)"),
-        Column("gpu_ms gpu_over_text", "GPU, ms", "{:.2f} ({:.3f}x)"),
-        Column("num_graph_steps num_steps", "graph steps", "{} of {}"),
-        Column("first_token_over_text gpu_over_text", help=_TEXTS),
-        Column("num_graph_steps", help="how many of `num_steps` ran as CUDA graphs alone"),
+        Column(
+            "num_graph_steps num_steps", "graph steps", "{} of {}",
+            "how many of `num_steps` ran as CUDA graphs alone",
+        ),
     ),
     "capacity": (
         Column("variant", "cache"),
@@ -500,39 +376,25 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "headwise": (
         Column("variant", "cache"),
-        Column("tokens_per_s throughput_ratio", "tokens/s", "{:,.0f} ({:.2f}x)"),
-        Column("crowded_tokens_per_s crowded_ratio", "while some wait", "{:,.0f} ({:.2f}x)"),
+        Column(
+            "tokens_per_s throughput_ratio", "tokens/s", "{:,.0f} ({:.2f}x)",
+            "of all requests, which are added at once, until the last one ends",
+        ),
+        Column(
+            "crowded_tokens_per_s crowded_ratio", "while some wait", "{:,.0f} ({:.2f}x)",
+            "until the last step in which a request waited; null if no request waited",
+        ),
         Column(
             "first_token_ms first_token_speedup first_token_less", "first token, ms",
             "{:,.0f} ({:.2f}x){}",
+            "median over requests, from being added, with the wait for memory",
         ),
         Column(
             "between_tokens_ms between_tokens_speedup between_tokens_less", "between tokens, ms",
             "{:.2f} ({:.2f}x){}",
+            "median over requests of (last token - first token) / (tokens - 1), with preemptions",
         ),
         Column("num_preemptions", "preempted", "{:.0f}"),
-        Column(
-            "tokens_per_s",
-            help="of all requests, which are added at once, until the last one ends",
-        ),
-        Column(
-            "crowded_tokens_per_s",
-            help="until the last step in which a request waited; null if no request waited",
-        ),
-        Column(
-            "first_token_ms",
-            help="median over requests, from being added, with the wait for memory",
-        ),
-        Column(
-            "between_tokens_ms",
-            help="median over requests of (last token - first token) / (tokens - 1), with "
-            "preemptions",
-        ),
-        Column(
-            "throughput_ratio crowded_ratio first_token_speedup between_tokens_speedup",
-            help=_RATIOS,
-        ),
-        Column("first_token_saving between_tokens_saving", help=_SAVINGS),
     ),
     "recall": (
         Column("heads", "heads"),
@@ -543,26 +405,13 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("loss", "against all full", "{:+.2%}"),
     ),
     "attention": (
-        Column(
-            "kv_bytes",
-            help="K and V that some query sees, each counted once; codes and scales of an fp8 "
-            "cache",
-        ),
         Column("cell", "batch x context", "{}"),
         *_VARIANT,
-        Column("flops", help="4 x head_dim for each visible (query, key) pair of a query head"),
-        Column("shortest", help="tokens of the shortest request, where lengths differ; else 0"),
         Column(
             "plan_us", "plan, us", "{:.1f}",
             "median time of `plan_decode_attention`, which a model runs once a step for all "
             "layers; decode only",
         ),
-        Column("peer_time_over_ours", help="above 1: ours is faster"),
-        Column(
-            "geometric_mean_over_ours",
-            help="the mean of that ratio over the cells in which the variant ran",
-        ),
-        Column("failed_peers", help="why a peer has no figure for a cell"),
     ),
     "kv_cache_write": (Column("tokens", "tokens", "{:,}"), *_VARIANT),
     "sample_tokens": (
@@ -575,14 +424,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("reads", "reads", "{:.1f}"),
         Column("share_of_copy_bandwidth", "of copy bandwidth", "{:.0%}"),
         Column("ratio", "ratio", "{:.2f}", on_page=False),
-    ),
-    "smollm2_logits": (
-        Column(
-            "same_choice",
-            help="share of output tokens that are also transformers' likeliest at their position",
-        ),
-        Column("mean_error worst_error", help=_CHOICES),
-        Column("mean_error_of_likeliest worst_error_of_likeliest", help=_LIKELIEST),
     ),
 }  # fmt: skip
 """Kind of a result, or of a table of it -> its columns."""
