@@ -271,9 +271,9 @@ def _found(pattern: str, asm: Mapping[str, str]) -> list[str]:
 
 _BARRIER = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")
 _EFFECT = re.compile(
-    r"^\$L|\b(bra|bar|barrier|mbarrier|ld|st|atom|red|ldmatrix|stmatrix|wgmma|cp)\b"
+    r"^\$L(?!__tmp)|\b(bra|bar|barrier|mbarrier|ld|st|atom|red|ldmatrix|stmatrix|wgmma|cp)\b"
 )
-"""A label, a branch, a barrier, or an access to memory."""
+"""A label (not of a line of source), a branch, a barrier, or an access to memory."""
 
 
 def early_arrivals(ptx: str) -> int:

@@ -188,6 +188,7 @@ ARRIVAL = "\t@%p70 mbarrier.arrive.shared::cta.b64 _, [%r379];"
         (["\tld.shared.b32 %r1, [%r2];", "\tbar.sync \t0, 128;"], 0),
         (["\tbar.warp.sync \t-1;", "\t// begin inline asm", "\tadd.s32 %r1, %r2, 4;"], 0),
         (["\tbarrier.sync \t1;"], 0),
+        (["\tbar.warp.sync \t-1;", "$L__tmp315:", "\t.loc\t2 135 38"], 0),
         (["\tbar.sync \t0, 128;", "\tld.shared.b32 %r1, [%r2];"], 1),
         (["\tbar.sync \t0, 128;", "\tst.shared.b32 [%r2], %r1;", "\tadd.s32 %r1, %r2, 4;"], 1),
         (["\tbar.sync \t0, 128;", "$L__BB0_7:"], 1),
