@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.report.columns import table
-from benchmarks.report.files import ResultFile
+from benchmarks.report.files import ResultFile, table
 
 ABOUT = {
     "attempts": "optimizations that were tried, their expected and their measured gains",
@@ -39,7 +38,7 @@ def other_file(file: ResultFile) -> str:
             names = list(dict.fromkeys(name for row in rows for name in row))
             if 0 < len(names) <= MAX_COLUMNS:
                 cells = [[row.get(name, "") for name in names] for row in rows]
-                blocks.insert(0, table(names, cells, [False] * len(names)))
+                blocks.insert(0, table(names, cells))
     return "\n\n".join(blocks)
 
 

@@ -34,7 +34,6 @@ from typing import NamedTuple
 import torch
 
 from mrv1.device import device_info
-from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -465,23 +464,31 @@ def edit_logits(
     limited = draft_token_ids is None and capability in LIMITED
     max_stop_tokens, max_bias = history.late_token_ids.shape[1], edits.bias_ids.shape[1]
     _edit_logits_kernel[(num_reqs, config.num_parts(vocab_size))](
-        *with_strides(logits, 1),
-        *with_strides(edits.counts, 1),
+        logits,
+        logits.stride(0),
+        edits.counts,
+        edits.counts.stride(0),
         edits.counted,
-        *with_strides(history.token_ids, 1),
+        history.token_ids,
+        history.token_ids.stride(0),
         history.num_tokens,
         history.prompt_len,
         edits.edits,
-        *with_strides(edits.allowed_mask, 1),
+        edits.allowed_mask,
+        edits.allowed_mask.stride(0),
         history.min_total_tokens,
-        *with_strides(history.late_token_ids, 1),
-        *with_strides(edits.bias_ids, 1),
-        *with_strides(edits.bias_values, 1),
+        history.late_token_ids,
+        history.late_token_ids.stride(0),
+        edits.bias_ids,
+        edits.bias_ids.stride(0),
+        edits.bias_values,
+        edits.bias_values.stride(0),
         edits.num_bias,
         edits.repetition_penalty,
         edits.frequency_penalty,
         edits.presence_penalty,
-        *with_strides(draft_token_ids, 1),
+        draft_token_ids,
+        0 if draft_token_ids is None else draft_token_ids.stride(0),
         idx_mapping,
         ahead,
         num_rows // num_reqs,
@@ -530,8 +537,10 @@ def apply_token_bitmask(
         return
     config = _config(vocab_size, num_masks)
     _apply_token_bitmask_kernel[(num_masks, config.num_parts(vocab_size))](
-        *with_strides(logits, 1),
-        *with_strides(bitmask, 1),
+        logits,
+        logits.stride(0),
+        bitmask,
+        bitmask.stride(0),
         rows,
         vocab_size,
         config.part_tiles,
