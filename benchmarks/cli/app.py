@@ -17,6 +17,8 @@ from benchmarks.cli.kernels import Output
 from benchmarks.engines.generate import GenerateBench, run_generate
 from benchmarks.engines.runner import RunnerBench, run_runner
 from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.columns import COLUMNS, console
+from benchmarks.report.rows import host_rows
 from mrv1.cli.console import say, second_interrupt_ends, show_table
 from mrv1.cli.help import Command, Group
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
@@ -101,113 +103,53 @@ def runner(
     check_target("--output", output)
     result = run_runner(bench, say)
     write_result(result, output)
-    show_table(_step_table(result))
-    show_table(_host_table(result))
-    if on_gpu:
-        show_table(_trace_table(result))
-    else:
+    for table in _runner_tables(result):
+        show_table(table)
+    if not on_gpu:
         say("on a CPU a launch is the computation itself: no trace, and times mean nothing")
 
 
 def _generate_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    table = Table(
-        title=_title(result),
-        caption=f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output "
+    return console(
+        COLUMNS["generate"],
+        result["results"],
+        _title(result),
+        f"{conditions['prompt_tokens']} prompt + {conditions['output_tokens']} output "
         f"tokens, {conditions['sampling']}; medians of {conditions['repeats']} runs; "
         f"{_engine(result)}; engine started in {result['start']['seconds']:.1f} s",
     )
-    for heading in (
-        "batch", "tokens/s", "ms/decode step", "host ms", "GPU ms", "floor ms", "share",
-        "prefill ms",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for entry in result["results"]:
-        table.add_row(
-            str(entry["batch"]),
-            f"{entry['tokens_per_s']:,.1f}",
-            f"{entry['decode_step_ms']:.2f}",
-            _optional(entry["host_ms"], "{:.3f}"),
-            _optional(entry["gpu_ms"], "{:.2f}"),
-            _optional(entry["floor_ms"], "{:.2f}"),
-            _optional(entry["share_of_floor"], "{:.0%}"),
-            f"{entry['prefill_ms']:.1f}",
-        )
-    return table
 
 
-def _step_table(result: dict[str, Any]) -> Table:
-    conditions = result["conditions"]
-    table = Table(
-        title=_title(result),
-        caption=f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady "
-        f"decode steps, medians; {_engine(result)}; deterministic, logprobs: ms/step with them "
-        "over the default's",
+def _runner_tables(result: dict[str, Any]) -> list[Table]:
+    """Return the tables of steps, of the host's times, and on a GPU of the profiler's trace."""
+    conditions, rows = result["conditions"], result["results"]
+    batch, *columns = COLUMNS["runner"]
+    traced = [each for each in columns if each.key.startswith("trace.")]
+    steps = console(
+        [batch, *(each for each in columns if each not in traced)],
+        rows,
+        _title(result),
+        f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady decode "
+        f"steps, medians; {_engine(result)}; deterministic, log-probabilities: ms per step with "
+        "them over the default's",
     )
-    for heading in ("batch", "ms/step", "p20", "p80", "GPU ms", "deterministic", "logprobs"):
-        table.add_column(heading, justify="right")
-    for entry in result["results"]:
-        table.add_row(
-            str(entry["batch"]),
-            f"{entry['step_ms']:.3f}",
-            f"{entry['step_p20_ms']:.3f}",
-            f"{entry['step_p80_ms']:.3f}",
-            _optional(entry["gpu_ms"], "{:.3f}"),
-            _optional(entry["deterministic_over_default"], "{:.2f}x"),
-            _optional(entry["logprobs_over_default"], "{:.2f}x"),
-        )
-    return table
-
-
-def _trace_table(result: dict[str, Any]) -> Table:
-    table = Table(
-        title="a step in the profiler's trace",
-        caption="idle: share of the time without GPU work; between: its part between launches; "
-        "then counts per step: graphs, kernels outside graphs, copies, waits for an event, others",
+    hosts = console(
+        COLUMNS["runner host"],
+        host_rows(result),
+        "host us per step",
+        "medians, without waits for the device",
     )
-    for heading in (
-        "batch", "us", "idle", "between", "graphs", "kernels", "HtoD", "DtoH",
-        "event", "other",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for entry in result["results"]:
-        trace = entry["trace"]
-        table.add_row(
-            str(entry["batch"]),
-            f"{trace['step_us']:,.0f}",
-            f"{trace['idle_share']:.1%}",
-            f"{trace['idle_between_launches_share']:.1%}",
-            *(
-                f"{trace[name]:.2f}"
-                for name in (
-                    "graph_launches", "kernel_launches",
-                    "host_to_device_copies", "device_to_host_copies", "event_waits", "other_waits",
-                )
-            ),
-        )  # fmt: skip
-    return table
-
-
-def _host_table(result: dict[str, Any]) -> Table:
-    table = Table(title="host us per step", caption="medians, without waits for the device")
-    for heading in (
-        "batch", "waiting", "total", "mean", "quietest", "schedule", "execute", "read", "update",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
-    for entry in [*(entry | {"waiting": None} for entry in result["results"]), *result["waiting"]]:
-        host = entry["host"]
-        table.add_row(
-            str(entry["batch"]),
-            _optional(entry["waiting"], "{:,}"),
-            *(
-                f"{host[name]:.1f}"
-                for name in (
-                    "total_us", "mean_total_us", "quietest_us", "schedule_us", "execute_us",
-                    "read_us", "update_us",
-                )
-            ),
-        )  # fmt: skip
-    return table
+    if rows[0]["trace"] is None:
+        return [steps, hosts]
+    trace = console(
+        [batch, *traced],
+        rows,
+        "a step in the profiler's trace",
+        "idle: share of the time without GPU work; between: its part between launches; then "
+        "counts per step: copies, graphs, kernels outside graphs, waits for an event, others",
+    )
+    return [steps, hosts, trace]
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -229,7 +171,3 @@ def _engine(result: dict[str, Any]) -> str:
         f"KV cache {conditions['kv_cache_dtype']}, attention by "
         f"{conditions['attention_backend']}{unusual}"
     )
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from rich.table import Table
-
 from benchmarks.cli.kernels import Output
 from benchmarks.engines.capacity import run_capacity
 from benchmarks.engines.headwise import HeadwiseBench, run_headwise
 from benchmarks.engines.headwise_options import VARIANTS, HeadwiseOptions
 from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.columns import COLUMNS, console
+from benchmarks.report.rows import capacity_rows, headwise_rows
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, words
 from mrv1.cli.results import check_target, write_result
@@ -38,10 +38,6 @@ HELP = {
 PARSERS = {"policy": str, "variants": words}
 
 
-def _interval(saving: dict[str, float] | None) -> str:
-    return "" if saving is None else f"\n{saving['low']:.1%} to {saving['high']:.1%}"
-
-
 @command
 def capacity(
     options: Annotated[
@@ -64,23 +60,14 @@ def capacity(
     check_target("--output", output)
     result: dict[str, Any] = run_capacity(bench, say)
     write_result(result, output)
-    table = Table(
-        title=f"{result['shape']}, {bench.context:,} tokens a request, "
-        f"on {result['device']['name']}"
-    )
-    for name in ("cache", "GiB", "GiB a request", "predicted", "requests", "ratio", "longest"):
-        table.add_column(name, justify="left" if name == "cache" else "right")
-    for entry in result["results"]:
-        table.add_row(
-            entry["variant"],
-            f"{entry['kv_cache']['allocated_bytes'] / 2**30:.2f}",
-            f"{sum(entry['request_bytes']) / 2**30:.3f}",
-            str(entry["predicted_requests"]),
-            str(entry["requests"]),
-            "-" if entry["ratio"] is None else f"{entry['ratio']:.2f}x",
-            f"{entry['longest_context']:,}",
+    show_table(
+        console(
+            COLUMNS["capacity"],
+            capacity_rows(result),
+            f"{result['shape']}, {bench.context:,} tokens a request, "
+            f"on {result['device']['name']}",
         )
-    show_table(table)
+    )
 
 
 @command
@@ -108,26 +95,13 @@ def headwise(
     check_target("--output", output)
     result: dict[str, Any] = run_headwise(bench, say)
     write_result(result, output)
-    table = Table(
-        title=f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
-        f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
-        caption="crowded: tokens/s while requests wait; ratio to the first row, above 1 is "
-        "better; percentages: what it saves of the first row's time, 95% interval over the runs",
-    )
-    for name in ("cache", "tokens/s", "crowded", "first, ms", "between, ms", "preempted"):
-        table.add_column(name, justify="left" if name == "cache" else "right")
-    for entry in result["results"]:
-        crowded = "-"
-        if entry["crowded_ratio"] is not None:
-            crowded = f"{entry['crowded_tokens_per_s']:,.0f} {entry['crowded_ratio']:.2f}x"
-        table.add_row(
-            entry["variant"],
-            f"{entry['tokens_per_s']:,.0f} {entry['throughput_ratio']:.2f}x",
-            crowded,
-            f"{entry['first_token_ms']:,.0f} {entry['first_token_speedup']:.2f}x"
-            + _interval(entry["first_token_saving"]),
-            f"{entry['between_tokens_ms']:.2f} {entry['between_tokens_speedup']:.2f}x"
-            + _interval(entry["between_tokens_saving"]),
-            f"{entry['num_preemptions']:.0f}",
+    show_table(
+        console(
+            COLUMNS["headwise"],
+            headwise_rows(result),
+            f"{result['shape']}, {bench.num_requests} requests of {bench.prompt_tokens:,} + "
+            f"{bench.output_tokens:,} tokens, on {result['device']['name']}",
+            "in brackets: ratio to the first row, above 1 is better; percentages: what it saves "
+            "of the first row's time, 95% interval over the runs",
         )
-    show_table(table)
+    )

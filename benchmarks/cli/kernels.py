@@ -13,7 +13,9 @@ from benchmarks.kernels.attention import run_attention
 from benchmarks.kernels.attention_case import Cell
 from benchmarks.kernels.attention_options import AttentionBench
 from benchmarks.kernels.kv_write import KVWriteBench, run_kv_write
-from benchmarks.report.plot import cell_label, plot_attention
+from benchmarks.report.columns import column, console
+from benchmarks.report.plot import plot_attention
+from benchmarks.report.rows import variant_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, counts, words
@@ -129,71 +131,35 @@ def _failures(
 
 def _attention_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    prefill = result["mode"] == "prefill"
-    table = Table(
-        title=f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
+    speed = "flops_per_s" if result["mode"] == "prefill" else "share_of_copy_bandwidth"
+    keys = ("cell", "kernel", "median_us", "bytes_moved", speed, "ratio", "relative_error")
+    return console(
+        [column("attention", key) for key in keys],
+        variant_rows(result),
+        f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
         f"{_where(result)}",
-        caption=f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
+        f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
         f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
         f"{conditions['repeats']} samples; ratio = time over mrv1's time",
+        section="batch x context",
     )
-    last = "TFLOP/s" if prefill else "share"
-    for heading in ("batch x context", "kernel", "median us", "MB moved", last, "ratio", "error"):
-        name = heading == "kernel"
-        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
-    for entry in result["results"]:
-        table.add_section()
-        cell = cell_label(entry)
-        for number, (name, variant) in enumerate(entry["variants"].items()):
-            ratio = entry["peer_time_over_ours"].get(name)
-            table.add_row(
-                "" if number else cell,
-                name,
-                f"{variant['median_us']:.1f}",
-                f"{variant['bytes_moved'] / 1e6:.2f}",
-                _rate(variant, prefill=prefill),
-                "-" if ratio is None else f"{ratio:.2f}",
-                f"{variant['relative_error']:.1e}",
-            )
-    return table
-
-
-def _rate(variant: dict[str, Any], *, prefill: bool) -> str:
-    """Return the figure that limits the mode: TFLOP/s of prefill, bandwidth share of decode."""
-    if prefill:
-        flops = variant["flops_per_s"]
-        return "-" if flops is None else f"{flops / 1e12:.0f}"
-    share = variant["share_of_copy_bandwidth"]
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _kv_write_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    table = Table(
-        title=f"KV cache write, {result['dtype']}, KV cache {result['kv_dtype']}, "
-        f"{_where(result)}",
-        caption=f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
+    keys = (
+        "tokens", "kernel", "median_us", "p20_us", "p80_us", "bytes_moved",
+        "share_of_copy_bandwidth", "ratio",
+    )  # fmt: skip
+    return console(
+        [column("kv_cache_write", key) for key in keys],
+        variant_rows(result),
+        f"KV cache write, {result['dtype']}, KV cache {result['kv_dtype']}, {_where(result)}",
+        f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}, blocks of "
         f"{conditions['block_size']}; medians of {conditions['repeats']} samples; ratio = "
         f"time over mrv1's time; checked: {conditions['check']}",
+        section="tokens",
     )
-    for heading in ("tokens", "kernel", "median us", "p20", "p80", "MB moved", "share", "ratio"):
-        name = heading == "kernel"
-        table.add_column(heading, justify="left" if name else "right", no_wrap=name)
-    for entry in result["results"]:
-        table.add_section()
-        for number, (name, variant) in enumerate(entry["variants"].items()):
-            ratio = entry["peer_time_over_ours"].get(name)
-            table.add_row(
-                "" if number else str(entry["tokens"]),
-                name,
-                f"{variant['median_us']:.2f}",
-                f"{variant['p20_us']:.2f}",
-                f"{variant['p80_us']:.2f}",
-                f"{variant['bytes_moved'] / 1e6:.3f}",
-                _rate(variant, prefill=False),
-                "-" if ratio is None else f"{ratio:.2f}",
-            )
-    return table
 
 
 def _where(result: dict[str, Any]) -> str:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 from benchmarks.cli.kernels import Output
 from benchmarks.engines.serving import ENGINES, ServingBench, arrivals, run_serving
-from benchmarks.engines.vllm import describe
 from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.plot import plot_serving
+from benchmarks.report.rows import serving_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
@@ -107,39 +108,14 @@ def serving(
 
 def _table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    when = arrivals(result)
-    table = Table(
-        title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
+    return console(
+        COLUMNS["serving"],
+        serving_rows(result),
+        f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
         f"{result['device']['name']}: {conditions['num_conversations']} conversations of "
-        f"{conditions['num_turns']} turns, {when}",
-        caption=f"{conditions['new_input_tokens']:,} input + {conditions['output_tokens']:,} "
+        f"{conditions['num_turns']} turns, {arrivals(result)}",
+        f"{conditions['new_input_tokens']:,} input + {conditions['output_tokens']:,} "
         f"output tokens, at most {conditions['max_num_seqs']} requests at a time; medians of "
-        f"{conditions['repeats']} runs; TTFT: time to first token; ITL: between tokens; good/s: "
-        "requests within the limits of --goodput per second",
+        f"{conditions['repeats']} runs; times: median / 99th percentile; good requests: within "
+        "the limits of --goodput",
     )
-    headings = (
-        "engine", "output tokens/s", "all tokens/s", "requests/s", "good/s", "TTFT ms", "p99",
-        "ITL ms", "p99", "first tokens",
-    )  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    for name, measured in result["results"].items():
-        found = measured["figures"]
-        if found is None:
-            table.add_row(name, f"failed: {measured['error']}")
-            continue
-        agreed = measured["agreement"]
-        table.add_row(
-            name,
-            f"{found['output_throughput']:,.0f}",
-            f"{found['total_token_throughput']:,.0f}",
-            f"{found['request_throughput']:,.2f}",
-            "-" if found["request_goodput"] is None else f"{found['request_goodput']:,.2f}",
-            *(
-                "-" if found[times] is None else f"{found[times][key]:,.1f}"
-                for times in ("ttft_ms", "itl_ms")
-                for key in ("median", "p99")
-            ),
-            "-" if agreed is None else describe(agreed),
-        )
-    return table

@@ -8,9 +8,11 @@ import typer
 from rich.table import Table
 
 from benchmarks.cli.kernels import Output
-from benchmarks.engines.vllm import MODES, VLLMBench, describe, run_vllm
+from benchmarks.engines.vllm import MODES, VLLMBench, run_vllm
 from benchmarks.kernels.attention_case import Cell
 from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.columns import COLUMNS, console
+from benchmarks.report.rows import cell_rows, mode_rows
 from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
 from mrv1.cli.results import check_target, write_result
@@ -68,51 +70,25 @@ def vllm(
 
 
 def _modes_table(result: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
+    return console(
+        COLUMNS["vllm modes"],
+        mode_rows(result),
+        f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
         f"{result['device']['name']}, vLLM {result['peers']['vllm']}",
-        caption=f"first tokens are compared with those of {result['reference']}; near tie: "
+        f"first tokens are compared with those of {result['reference']}; near tie: "
         "rounding can swap the two best tokens",
     )
-    table.add_column("mode")
-    table.add_column("start s", justify="right")
-    table.add_column("first tokens")
-    for name, mode in result["modes"].items():
-        said = "-" if mode["agreement"] is None else describe(mode["agreement"])
-        if mode["error"] is not None:
-            said = f"failed: {mode['error']}"
-        table.add_row(name, _optional(mode["start_s"], "{:.1f}"), said)
-    return table
 
 
 def _cells_table(result: dict[str, Any]) -> Table:
     conditions = result["conditions"]
-    table = Table(
-        title="requests x prompt tokens",
-        caption=f"{conditions['output_tokens']} output tokens, greedy; medians of "
+    return console(
+        COLUMNS["vllm"],
+        [*cell_rows(result)],
+        "requests x prompt tokens",
+        f"{conditions['output_tokens']} output tokens, greedy; medians of "
         f"{conditions['repeats'] * conditions['rounds']} runs"
-        f"{', the modes in turns' if conditions['in_turns'] else ''}; TTFT: time to first token, "
-        "median of the requests; TPOT: time per output token; share: memory floor / TPOT; ratio: "
-        f"times as fast as {result['reference']}",
+        f"{', the modes in turns' if conditions['in_turns'] else ''}; first token: median of the "
+        "requests; share: memory floor / ms per token; speedup: times as fast as "
+        f"{result['reference']}, by tokens/s and by ms per token",
     )
-    for heading in (
-        "cell", "mode", "tokens/s", "ratio", "TTFT ms", "TPOT ms", "ratio", "share",
-    ):  # fmt: skip
-        table.add_column(heading, justify="left" if heading in ("cell", "mode") else "right")
-    for entry in result["results"]:
-        for name, figures in entry["modes"].items():
-            table.add_row(
-                f"{entry['batch']}x{entry['prompt_tokens']}",
-                name,
-                f"{figures['tokens_per_s']:,.0f}",
-                _optional(figures["speedup"], "{:.2f}x"),
-                f"{figures['ttft_ms']:.1f}",
-                f"{figures['tpot_ms']:.3f}",
-                _optional(figures["tpot_speedup"], "{:.2f}x"),
-                _optional(figures["share_of_floor"], "{:.0%}"),
-            )
-    return table
-
-
-def _optional(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.engines.serving import arrivals
-from benchmarks.report.engines import SERVED_TIMES, starts
+from benchmarks.report.columns import COLUMNS
+from benchmarks.report.engines import starts
 from benchmarks.report.files import OURS, ResultFile, devices, own_device
 from benchmarks.report.longest import Cell, Runs, longest_runs, peer, said_runs
 from benchmarks.report.plot import cells_by_bytes
@@ -156,7 +157,9 @@ def _serving(file: ResultFile) -> Chart:
         name: engine["figures"] for name, engine in result["results"].items() if engine["figures"]
     }
     panels = []
-    for key, label in SERVED_TIMES.items():
+    times = [each for each in COLUMNS["serving"] if each.keys[0].endswith(".median")]
+    for each in times:
+        key = each.key.partition(".")[0]
         series = tuple(
             Series(name, tuple((float(x), y) for x, y in enumerate(figures[key]["percentiles"])))
             for name, figures in engines.items()
@@ -164,7 +167,7 @@ def _serving(file: ResultFile) -> Chart:
         )
         if series:
             ticks = tuple((float(x), f"{x}") for x in (0, 25, 50, 75, 99))
-            panels.append(Panel("", "percentile", label, ticks, series, "log"))
+            panels.append(Panel("", "percentile", each.head, ticks, series, "log"))
     title = f"Serving: {result['shape']}, {arrivals(result)}, {file.device}"
     return Chart(file.stem, title, tuple(panels), (file.name,))
 

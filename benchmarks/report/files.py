@@ -86,13 +86,6 @@ def own_device(file: ResultFile, files: Sequence[ResultFile]) -> str:
     return "" if devices(files) == file.device else file.device
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int = 0) -> str:
-    """Return a Markdown table: the first ``num_texts`` columns are texts, the others numbers."""
-    marks = ["---"] * num_texts + ["---:"] * (len(head) - num_texts)
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
-
-
 def optional(value: float | None, form: str) -> str:
     """Return a formatted value, or "-" for None."""
     return "-" if value is None else form.format(value)

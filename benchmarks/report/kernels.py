@@ -1,43 +1,34 @@
-"""Tables of single kernels: attention, KV cache write, sampler."""
+"""Tables of single kernels: attention, KV cache write, sampler, products."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.report.files import OURS, ResultFile, optional, table, versions, with_conditions
-from benchmarks.report.plot import cell_label
+from benchmarks.report.columns import TEXT, Column, column, markdown, shown, table
+from benchmarks.report.files import OURS, ResultFile, optional, versions, with_conditions
+from benchmarks.report.rows import own_rows
 
 
 def kernel_table(file: ResultFile) -> str:
     """Return our time in microseconds, and each other variant's time over ours."""
-    result = file.result
-    rows, others = result["results"], _others(result)
-    is_prefill = result.get("mode") == "prefill"
-    has_plan = "plan_us" in rows[0]
-    body = []
-    for row in rows:
-        ours = row["variants"][OURS]
-        speed = optional(ours["share_of_copy_bandwidth"], "{:.0%}")
-        if is_prefill:
-            speed = optional(ours["flops_per_s"] and ours["flops_per_s"] / 1e12, "{:.0f}")
-        body.append(
-            [
-                f"{row['tokens']:,}" if "tokens" in row else cell_label(row),
-                f"{ours['median_us']:,.1f}",
-                speed,
-                *([optional(row["plan_us"], "{:.1f}")] if has_plan else []),
-                *_ratios(row, others),
-            ]
-        )
-    means = [optional(result["geometric_mean_over_ours"].get(o), "{:.2f}x") for o in others]
-    body.append(["geometric mean", "", "", *[""] * has_plan, *means])
-    head = ["tokens" if "tokens" in rows[0] else "batch x context", "us"]
-    head += ["TFLOP/s" if is_prefill else "of copy bandwidth", *["plan, us"] * has_plan]
+    result, others = file.result, _others(file.result)
+    rows = own_rows(result, OURS)
+    if "tokens" in rows[0]:
+        kind, keys = "kv_cache_write", ["tokens", "median_us", "share_of_copy_bandwidth"]
+    else:
+        is_prefill = result["mode"] == "prefill"
+        speed = "flops_per_s" if is_prefill else "share_of_copy_bandwidth"
+        kind, keys = "attention", ["cell", "median_us", speed, "plan_us"]
+    columns = shown([*(column(kind, key) for key in keys), *others], rows, on_page=True)
+    means = {"peer_time_over_ours": result["geometric_mean_over_ours"]}
+    blank = [""] * (len(columns) - len(others) - 1)
+    body = [[each.cell(row) for each in columns] for row in rows]
+    body.append(["geometric mean", *blank, *(each.cell(means) for each in others)])
     conditions = result["conditions"]
     order = conditions.get("slot_order", "tokens")
     roles = conditions.get("head_roles", "uniform")
     return with_conditions(
-        table([*head, *others], body),
+        table([each.head for each in columns], body, [False] * len(columns)),
         file,
         f"{result['dtype']}, cache {result['kv_dtype']}, "
         f"{'' if order == 'tokens' else f'{order} in random order, '}{result['path']} path on "
@@ -58,28 +49,13 @@ def kernel_table(file: ResultFile) -> str:
 def sampler_table(file: ResultFile) -> str:
     """Return our time in microseconds and reads of the logits, and the others' time over ours."""
     result = file.result
-    others = _others(result)
-    has_targets = "target_us" in result["results"][0]  # absent from files older than edits
-    head = ["rows", "std of logits", "parameters", "us", "reads"]
-    if has_targets:
-        head[2:5] = ["case", "us", "target, us", "reads", "of copy bandwidth"]
-    body = []
-    for row in result["results"]:
-        ours = row["variants"][OURS]
-        share = ours["share_of_copy_bandwidth"]
-        cells = [f"{row['rows']}", f"{row['std']}", row["params"], f"{ours['median_us']:,.1f}"]
-        if has_targets:
-            cells += [
-                optional(row["target_us"], "{:,.1f}"),
-                optional(ours["reads"], "{:.1f}"),
-                optional(share, "{:.0%}"),
-            ]
-        else:  # in reads of the logits
-            cells.append(optional(share and 1 / share, "{:.1f}"))
-        body.append([*cells, *_ratios(row, others)])
+    keys = (
+        "rows", "std", "params", "median_us", "target_us", "reads", "share_of_copy_bandwidth"
+    )  # fmt: skip
+    columns = [*(column("sample_tokens", key) for key in keys), *_others(result)]
     conditions = result["conditions"]
     return with_conditions(
-        table([*head, *others], body),
+        markdown(columns, own_rows(result, OURS)),
         file,
         f"{conditions['vocab_size']:,} ids, {result['dtype']} logits, temperature "
         f"{conditions['temperature']}, {result['path']} path on one {file.device}",
@@ -88,30 +64,30 @@ def sampler_table(file: ResultFile) -> str:
     )
 
 
-def _others(result: dict[str, Any]) -> list[str]:
-    """Return the variants but ours, in the order of their first cells."""
-    names = (name for row in result["results"] for name in row["variants"])
-    return [name for name in dict.fromkeys(names) if name != OURS]
-
-
-def _ratios(row: dict[str, Any], others: list[str]) -> list[str]:
-    return [optional(row["peer_time_over_ours"].get(other), "{:.2f}x") for other in others]
+def _others(result: dict[str, Any]) -> list[Column]:
+    """Return a column for each variant but ours, in the order of their first cells."""
+    names = dict.fromkeys(name for row in result["results"] for name in row["variants"])
+    return [
+        Column(f"peer_time_over_ours.{name}", name, "{:.2f}x") for name in names if name != OURS
+    ]
 
 
 def products_table(file: ResultFile) -> str:
     """Return the library's TFLOP/s for each product and number of tokens; and our tiles' time."""
-    products: dict[str, dict[int, str]] = {}
+    products: dict[str, dict[str, Any]] = {}
     for entry in file.result["results"]:
         name = f"{entry['shape']} {entry['product']}, {entry['in']:,} x {entry['out']:,}"
         rate, ratio = entry["flops_per_s"] * 1e-12, entry["tiles_over_library"]
-        products.setdefault(name, {})[entry["tokens"]] = f"{rate:.0f} ({ratio:.2f}x)"
-    counts = list(dict.fromkeys(entry["tokens"] for entry in file.result["results"]))
-    rows = [
-        [name, *(cells.get(count, "-") for count in counts)] for name, cells in products.items()
+        row = products.setdefault(name, {"product": name})
+        row[f"{entry['tokens']:,}"] = f"{rate:.0f} ({ratio:.2f}x)"
+    counts = dict.fromkeys(f"{entry['tokens']:,}" for entry in file.result["results"])
+    columns = [
+        Column("product", "product, inputs x outputs", TEXT),
+        *(Column(count, count, "{}") for count in counts),
     ]
     conditions = file.result["conditions"]
     return with_conditions(
-        table(["product, inputs x outputs", *(f"{count:,}" for count in counts)], rows, 1),
+        markdown(columns, [*products.values()]),
         file,
         "TFLOP/s of cuBLAS by tokens of a step; in brackets the time of mrv1's tiles over that of "
         f"cuBLAS (above 1, cuBLAS is faster); {file.result['dtype']}, one {file.device}",

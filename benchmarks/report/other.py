@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks.report.files import ResultFile, table
+from benchmarks.report.columns import table
+from benchmarks.report.files import ResultFile
 
 ABOUT = {
     "attempts": "optimizations that were tried, their expected and their measured gains",
@@ -38,7 +39,7 @@ def other_file(file: ResultFile) -> str:
             names = list(dict.fromkeys(name for row in rows for name in row))
             if 0 < len(names) <= MAX_COLUMNS:
                 cells = [[row.get(name, "") for name in names] for row in rows]
-                blocks.insert(0, table(names, cells))
+                blocks.insert(0, table(names, cells, [False] * len(names)))
     return "\n\n".join(blocks)
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from benchmarks.report.charts import Chart, by_kind, charts
+from benchmarks.report.columns import table
 from benchmarks.report.draw import digest, draw, drawn_digest
 from benchmarks.report.engines import (
     generate_table,
@@ -30,7 +31,7 @@ from benchmarks.report.features import (
     speculation_table,
     start_parts_table,
 )
-from benchmarks.report.files import ResultFile, load, table
+from benchmarks.report.files import ResultFile, load
 from benchmarks.report.kernels import kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
@@ -190,7 +191,7 @@ def _page(
 
 def _files_table(files: Sequence[ResultFile]) -> str:
     rows = [[f"`{file.name}`", file.kind, file.device, file.origin] for file in files]
-    return table(["file", "kind", "device", "measured on"], rows, num_texts=4)
+    return table(["file", "kind", "device", "measured on"], rows, [True] * 4)
 
 
 def _picture(path: Path, chart: Chart, parent: Path) -> str:

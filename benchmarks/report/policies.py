@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.report.files import ResultFile, optional, table, versions, with_conditions
+from benchmarks.report.columns import COLUMNS, markdown
+from benchmarks.report.files import ResultFile, versions, with_conditions
+from benchmarks.report.rows import capacity_rows, headwise_rows
 
 RECALL_KINDS = {
     "full": "all",
@@ -19,54 +21,21 @@ RECALL_KINDS = {
 
 def capacity_table(file: ResultFile) -> str:
     """Return a row for each cache: the requests that fit, and their ratio to the first row."""
-    body = [
-        [
-            entry["variant"],
-            f"{entry['kv_cache']['allocated_bytes'] / 2**30:.1f}",
-            f"{sum(entry['request_bytes']) / 2**30:.2f}",
-            f"{entry['predicted_requests']}",
-            f"{entry['requests']}",
-            optional(entry["ratio"], "{:.2f}x"),
-            f"{entry['longest_context']:,}",
-        ]
-        for entry in file.result["results"]
-    ]
-    head = ["cache", "GiB", "GiB a request", "predicted", "requests", "ratio", "longest context"]
     served = f"requests of {file.result['conditions']['context']:,} tokens"
-    return with_conditions(table(head, body, num_texts=1), file, *_policy(file, served))
+    text = markdown(COLUMNS["capacity"], capacity_rows(file.result))
+    return with_conditions(text, file, *_policy(file, served))
 
 
 def headwise_table(file: ResultFile) -> str:
     """Return a row for each cache; ratios to the first row, above 1 is better."""
-    body = []
-    for entry in file.result["results"]:
-        crowded = entry.get("crowded_tokens_per_s")  # absent from older files
-        body.append(
-            [
-                entry["variant"],
-                f"{entry['tokens_per_s']:,.0f} ({entry['throughput_ratio']:.2f}x)",
-                "-" if crowded is None else f"{crowded:,.0f} ({entry['crowded_ratio']:.2f}x)",
-                f"{entry['first_token_ms']:,.0f} ({entry['first_token_speedup']:.2f}x)"
-                + _saving(entry.get("first_token_saving")),
-                f"{entry['between_tokens_ms']:.2f} ({entry['between_tokens_speedup']:.2f}x)"
-                + _saving(entry.get("between_tokens_saving")),
-                f"{entry['num_preemptions']:.0f}",
-            ]
-        )
-    head = ["cache", "tokens/s", "while some wait", "first token, ms", "between tokens, ms"]
     conditions = file.result["conditions"]
     served = (
         f"{conditions['num_requests']} requests of {conditions['prompt_tokens']:,} + "
         f"{conditions['output_tokens']:,} tokens"
         + (", prompts found cached" if conditions["planted"] else "")
     )
-    text = table([*head, "preempted"], body, num_texts=1)
+    text = markdown(COLUMNS["headwise"], headwise_rows(file.result))
     return with_conditions(text, file, *_policy(file, served))
-
-
-def _saving(saving: dict[str, float] | None) -> str:
-    """Return the 95% interval of the time saved; nothing for one run, or an older file."""
-    return "" if saving is None else f", {saving['low']:.1%} to {saving['high']:.1%} less"
 
 
 def _policy(file: ResultFile, served: str) -> list[str]:
@@ -89,30 +58,30 @@ def recall_table(file: ResultFile) -> str:
     result, conditions = file.result, file.result["conditions"]
     results: list[dict[str, Any]] = result["results"]
     full = next(entry for entry in results if entry["kind"] == "full")
-    body = []
+    rows = []
     for cache in dict.fromkeys(entry["kv_cache_dtype"] for entry in results):
         for kind, name in RECALL_KINDS.items():
             entries = [e for e in results if (e["kv_cache_dtype"], e["kind"]) == (cache, kind)]
             for budget in dict.fromkeys(entry["budget"] for entry in entries):
                 chosen = [entry for entry in entries if entry["budget"] == budget]
                 recalls = [entry["recall_accuracy"] for entry in chosen]
-                text = statistics.fmean(entry["text_nats"] for entry in chosen)
+                nats = statistics.fmean(entry["text_nats"] for entry in chosen)
                 recall = f"{statistics.fmean(recalls):.1%}"
                 if len(chosen) > 1:
                     recall += f" ({min(recalls):.0%} to {max(recalls):.0%})"
-                body.append(
-                    [
-                        name,
-                        conditions["dtype"] if cache == "auto" else "FP8",
-                        f"{len(chosen[0]['full_heads'])} of {len(full['full_heads'])}",
-                        recall,
-                        f"{text:.4f}",
-                        f"{text / full['text_nats'] - 1:+.2%}",
-                    ]
+                rows.append(
+                    {
+                        "heads": name,
+                        "cache": conditions["dtype"] if cache == "auto" else "FP8",
+                        "num_full": len(chosen[0]["full_heads"]),
+                        "num_heads": len(full["full_heads"]),
+                        "recall": recall,
+                        "nats": nats,
+                        "loss": nats / full["text_nats"] - 1,
+                    }
                 )
-    head = ["heads", "cache", "full", "recall", "nats per token", "against all full"]
     return with_conditions(
-        table(head, body, num_texts=2),
+        markdown(COLUMNS["recall"], rows),
         file,
         f"embedded model; streaming heads see a window of {conditions['window']} tokens and "
         f"{conditions['sink']} sinks",

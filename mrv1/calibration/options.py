@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Annotated
 
 from mrv1.calibration.prompts import SYNTHETIC
-from mrv1.config import Dtype, KVCacheDtypeName, dtype_name
+from mrv1.config import DTYPES, Dtype, KVCacheDtypeName
 from mrv1.errors import ConfigError
 from mrv1.headwise import Visible
-from mrv1.headwise.calibrate import Method, num_full_heads, round_size
+from mrv1.headwise.calibrate import Method
+from mrv1.options import check_fields, integers, numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +27,24 @@ class CalibrateOptions:
     data: str | Path = SYNTHETIC
     """UTF-8 text file, or ``"synthetic"``: random words. Facts are scattered over the text or the
     words. The loss counts the answers to questions about the facts and, with a file, its text."""
-    budget: float = 0.25
+    budget: Annotated[float, numbers(0, 1, "0 to 1")] = 0.25
     """Share of the heads that stay full. Layers that have a window in the model do not count."""
-    window: int = 256
+    window: Annotated[int, integers(1)] = 256
     """Last tokens that a streaming head sees, the current one included."""
-    sink: int = 64
+    sink: Annotated[int, integers(0)] = 64
     """First tokens, which a streaming head always sees."""
     method: Method = "greedy"
     """``greedy``: several rounds; a head is tried while all heads of earlier rounds stream.
     ``single``: each head is tried alone; faster, but misses heads that can replace each other."""
-    num_prompts: int = 2
+    num_prompts: Annotated[int, integers(1)] = 2
     """Number of prompts for each loss."""
-    num_tokens: int = 2048
+    num_tokens: Annotated[int, integers(1)] = 2048
     """Tokens of a prompt."""
-    num_facts: int = 32
+    num_facts: Annotated[int, integers(1)] = 32
     """Facts of a prompt, and questions about them."""
-    seed: int = 0
+    seed: Annotated[int, integers(0)] = 0
     """Seed of the prompts."""
-    dtype: Dtype = "auto"
+    dtype: Annotated[Dtype, DTYPES] = "auto"
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Dtype of the KV cache: take the dtype that the policy will be used with. ``auto`` is
@@ -51,20 +52,7 @@ class CalibrateOptions:
 
     def __post_init__(self) -> None:
         """Check."""
-        num_full_heads(1, self.budget)
-        round_size(1, self.method)
-        dtype_name(self.dtype)
-        choices = get_args(KVCacheDtypeName)
-        if self.kv_cache_dtype not in choices:
-            raise ConfigError(
-                f"kv_cache_dtype: expected one of {choices}, got {self.kv_cache_dtype!r}"
-            )
-        for name, least in (
-            ("window", 1), ("sink", 0), ("num_prompts", 1), ("num_tokens", 1), ("num_facts", 1),
-            ("seed", 0),
-        ):  # fmt: skip
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected >= {least}, got {getattr(self, name)}")
+        check_fields(self, ConfigError)
 
     @property
     def streaming(self) -> Visible:

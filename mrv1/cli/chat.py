@@ -16,13 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from mrv1.cli.console import FAILURE, say, show
-from mrv1.cli.generate import Engine, check_sampling, with_defaults
-from mrv1.cli.options import FieldsOf, command
+from mrv1.cli.generate import Engine, check_sampling, sampling_options, with_defaults
+from mrv1.cli.options import command
 from mrv1.engine import LLM, RequestOutput
 from mrv1.engine.chat import ChatOptions
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import OF_CHECKPOINT
 
 HELP = """\
 /reset        forget the conversation, but not the system message
@@ -37,22 +36,7 @@ PROMPT, CONTINUED = "> ", ". "
 MAX_TOKENS = 1024
 """``max_tokens`` of an answer if neither an option nor the model says otherwise."""
 
-Sampling = Annotated[
-    dict[str, Any],
-    FieldsOf(
-        cls=SamplingParams,
-        panel="Sampling",
-        defaults={"max_tokens": MAX_TOKENS},
-        of_model=tuple(OF_CHECKPOINT.values()),
-        help={"max_tokens": "Generate at most this many tokens in an answer."},
-        without=(
-            # No option can hold their values, or an answer does not show their effect.
-            "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize",
-            "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
-            "structured_outputs",
-        ),
-    ),
-]  # fmt: skip
+Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS, " in an answer")]
 
 
 @dataclass(frozen=True, slots=True)

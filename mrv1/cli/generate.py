@@ -34,23 +34,27 @@ if TYPE_CHECKING:
 MAX_TOKENS = 128
 """``max_tokens`` if neither an option nor the model says otherwise; vLLM's 16 is short to read."""
 
-Sampling = Annotated[
-    dict[str, Any],
-    FieldsOf(
+
+def sampling_options(max_tokens: int, of_what: str = "") -> FieldsOf:
+    """Return the options for ``SamplingParams`` that printed text shows the effect of.
+
+    The other fields are for --input lines only, as are those whose values no option can hold.
+    """
+    return FieldsOf(
         cls=SamplingParams,
         panel="Sampling",
-        defaults={"max_tokens": MAX_TOKENS},
+        defaults={"max_tokens": max_tokens},
         of_model=tuple(OF_CHECKPOINT.values()),
-        help={"max_tokens": "Generate at most this many tokens."},
+        help={"max_tokens": f"Generate at most this many tokens{of_what}."},
         without=(
-            # Fields of --input lines only: printed text would not show their effect, or no option
-            # can hold their values.
             "n", "logprobs", "logprob_token_ids", "prompt_logprobs", "detokenize",
             "logit_bias", "stop_token_sequences", "bad_words_token_ids", "structured_output",
             "structured_outputs",
         ),
-    ),
-]  # fmt: skip
+    )  # fmt: skip
+
+
+Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS)]
 Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", without=("seed",))]
 
 

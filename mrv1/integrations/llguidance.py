@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from mrv1.errors import ConfigError, RequestError
 from mrv1.integrations.json_schema import JsonSchema
+from mrv1.options import Range, check_fields, instances
 from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
@@ -323,6 +324,21 @@ def _by_character(lark: str) -> str:
     return "".join(parts)
 
 
+def _is_choice(value: object) -> bool:
+    return (
+        isinstance(value, tuple) and value != () and all(isinstance(t, str) and t for t in value)
+    )
+
+
+def _is_true(value: object) -> bool:
+    return value is True
+
+
+_SCHEMAS = Range("a JSON schema as text or dict", lambda value: isinstance(value, str | Mapping))
+_TEXT = instances(str, "text")
+_CHOICES = Range("texts that are not empty", _is_choice)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
     """The form of an output, by one of the first fields below; names and meaning are vLLM's.
@@ -334,22 +350,22 @@ class StructuredOutputsParams:
         RequestError: not exactly one form is given, or a field has a value of another type.
     """
 
-    json: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    json: Annotated[str | Mapping[str, Any] | None, _SCHEMAS] = field(default=None, hash=False)
     """A JSON schema, as text or as a dict, which is kept as text; ``docs/structured.md`` lists
     what is enforced."""
-    regex: str | None = None
+    regex: Annotated[str | None, _TEXT] = None
     """A regular expression that matches the output as a whole."""
-    choice: Sequence[str] | None = None
+    choice: Annotated[Sequence[str] | None, _CHOICES] = None
     """Texts, one of which is the output."""
-    grammar: str | None = None
+    grammar: Annotated[str | None, _TEXT] = None
     """Rules in EBNF, which start at the rule ``root``, or in Lark, which start at ``start``."""
-    json_object: bool | None = None
+    json_object: Annotated[bool | None, Range("True", _is_true)] = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
     """Write JSON without whitespace; else one space or an indented line break may separate."""
     disable_additional_properties: bool = False
     """Where a JSON schema lists properties and says no more, objects have no others."""
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Annotated[str | None, instances(str, "text or None")] = None
     """A regular expression of what may stand between two tokens of JSON."""
 
     def __post_init__(self) -> None:
@@ -360,47 +376,17 @@ class StructuredOutputsParams:
                 f"structured_outputs: expected exactly one of {', '.join(FORMS)}; got "
                 f"{', '.join(given) or 'none'}"
             )
-        options: dict[str, tuple[str, Any]] = {
-            "disable_any_whitespace": ("True or False", bool),
-            "disable_additional_properties": ("True or False", bool),
-            "whitespace_pattern": ("text or None", str | None),
-        }
-        for option, (expected, kind) in options.items():
-            if not isinstance(getattr(self, option), kind):
-                raise RequestError(
-                    f"structured_outputs.{option}: expected {expected}, got "
-                    f"{short(getattr(self, option))}"
-                )
+        if isinstance(self.choice, Sequence) and not isinstance(self.choice, str):
+            object.__setattr__(self, "choice", tuple(self.choice))
+        check_fields(self, RequestError, "structured_outputs.")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise RequestError(
                 "structured_outputs.whitespace_pattern: expected None with "
                 f"disable_any_whitespace, got {short(self.whitespace_pattern)}"
             )
-        (name,) = given
-        value: object = getattr(self, name)
-        if name == "choice":
-            is_list = isinstance(value, Sequence) and not isinstance(value, str)
-            value = tuple(value) if is_list else value  # type: ignore[arg-type]
-            object.__setattr__(self, "choice", value)
-        expected, is_valid = {
-            "json": ("a JSON schema as text or dict", isinstance(value, str | Mapping)),
-            "regex": ("text", isinstance(value, str)),
-            "choice": (
-                "texts that are not empty",
-                isinstance(value, tuple)
-                and bool(value)
-                and all(isinstance(text, str) and text for text in value),
-            ),
-            "grammar": ("text", isinstance(value, str)),
-            "json_object": ("True", value is True),
-        }[name]
-        if not is_valid:
-            raise RequestError(
-                f"structured_outputs.{name}: expected {expected}, got {short(value)}"
-            )
-        if isinstance(value, Mapping):
+        if isinstance(self.json, Mapping):
             try:
-                text = json_module.dumps(value, allow_nan=False)
+                text = json_module.dumps(self.json, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise RequestError(
                     f"structured_outputs.json: expected a JSON schema, got {error}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import torch
 from mrv1.environment import INT32_MAX
 from mrv1.errors import RequestError, short
 from mrv1.multimodal.reading import ERROR_LEN, check_unmasked, plain_tensor, reading
+from mrv1.options import Range, check_fields, integers, numbers
 
 Modality = Literal["image", "video", "audio"]
 
@@ -30,6 +31,31 @@ FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 DIGEST_BYTES = 16
 """128 bits, as the digests of the prefix cache."""
+
+
+def _plain(value: object) -> object:
+    """Return texts and numbers as Python's own; a text that cannot be encoded raises."""
+    if isinstance(value, torch.Tensor | np.ndarray):  # of a grid
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, str):
+        value.encode()
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _is_grid(value: object) -> bool:
+    sizes = integers(1, INT32_MAX)
+    return isinstance(value, tuple) and len(value) == 3 and all(map(sizes.holds, value))
+
+
+_GRIDS = Range("three integers >= 1", _is_grid)
+_SECONDS = numbers(0, math.inf, "a number of seconds > 0", above=True)
+_KEYS = Range("a string or bytes", lambda value: isinstance(value, str | bytes))
+_OTHER_FIELDS = ("grid_thw", "second_per_grid", "bidirectional", "cache_key")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,18 +75,18 @@ class MultimodalItem:
     features: torch.Tensor | FeatureSource | Sequence[FeatureSource]
     """``[n, hidden]`` in float16, bfloat16, float32 or float64, or a list of parts that follow
     each other, such as the frames of a video. A tensor once the item is made."""
-    start: int
+    start: Annotated[int, integers(0), integers(0, INT32_MAX, expected=f"at most {INT32_MAX}")]
     """Position in the prompt of the first of the n placeholder tokens."""
     modality: Modality = "image"
-    grid_thw: tuple[int, int, int] | None = None
+    grid_thw: Annotated[tuple[int, int, int] | None, _GRIDS] = None
     """Patches in time, height and width, before the encoder merges any; models with M-RoPE need
     it for images and video."""
-    second_per_grid: float | None = None
+    second_per_grid: Annotated[float | None, _SECONDS] = None
     """Seconds of a video that one step of the grid in time covers; None = the model's default."""
     bidirectional: bool = False
     """Whether the item's tokens see each other in both directions; else each token sees only
     earlier tokens. The item is then computed within one step."""
-    cache_key: str | bytes | None = None
+    cache_key: Annotated[str | bytes | None, _KEYS] = None
     """Names the content, such as the digest of the image file: items with equal keys and equal
     other fields must have equal features. None = a digest of the features, for each request
     anew."""
@@ -69,61 +95,21 @@ class MultimodalItem:
 
     def __post_init__(self) -> None:
         """Check every field and make its value a plain one; load and join the features."""
-        for name, checked in (
-            ("start", self._checked_start),
-            ("modality", self._checked_modality),
-            ("grid_thw", self._checked_grid),
-            ("second_per_grid", self._checked_seconds),
-            ("bidirectional", self._checked_flag),
-            ("cache_key", self._checked_key),
-            ("features", self._joined),
-        ):
-            with reading(self._argument(name), "a value that can be read"):
-                object.__setattr__(self, name, checked(getattr(self, name)))
+        for name in ("start", "modality", *_OTHER_FIELDS, "features"):
+            argument = self._argument(name)
+            with reading(argument, "a value that can be read"):
+                value = getattr(self, name)
+                value = self._joined(value) if name == "features" else _plain(value)
+                if name == "second_per_grid" and type(value) is int:
+                    value = float(value)
+                object.__setattr__(self, name, value)
+                check_fields(self, RequestError, argument.removesuffix(name), only=name)
+        if self.modality == "audio" and self.grid_thw is not None:
+            raise self._error("grid_thw", "None for audio", short(self.grid_thw))
+        if self.modality != "video" and self.second_per_grid is not None:
+            expected = f"None for {self.modality}"
+            raise self._error("second_per_grid", expected, short(self.second_per_grid))
         object.__setattr__(self, "num_tokens", len(self.tensor))
-
-    def _checked_start(self, start: object) -> int:
-        if not _is_int(start) or cast("int", start) < 0:
-            raise self._error("start", "an integer >= 0", short(start))
-        if cast("int", start) > INT32_MAX:
-            raise self._error("start", f"at most {INT32_MAX}", short(start))
-        return int(cast("int", start))
-
-    def _checked_modality(self, modality: object) -> str:
-        if not isinstance(modality, str) or modality not in get_args(Modality):
-            raise self._error("modality", f"one of {get_args(Modality)}", short(modality))
-        return str(modality)
-
-    def _checked_grid(self, grid: object) -> tuple[int, int, int] | None:
-        if grid is None:
-            return None
-        sizes = _plain_sizes(grid)
-        if sizes is None or self.modality == "audio":
-            expected = "None for audio" if sizes else "three integers >= 1"
-            raise self._error("grid_thw", expected, short(grid))
-        return sizes
-
-    def _checked_seconds(self, seconds: object) -> float | None:
-        if seconds is None:
-            return None
-        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-        if not is_number or not 0 < float(cast("float", seconds)) < math.inf:
-            raise self._error("second_per_grid", "a number of seconds > 0", short(seconds))
-        if self.modality != "video":
-            raise self._error("second_per_grid", f"None for {self.modality}", short(seconds))
-        return float(cast("float", seconds))
-
-    def _checked_flag(self, flag: object) -> bool:
-        if not isinstance(flag, bool):
-            raise self._error("bidirectional", "True or False", short(flag))
-        return flag
-
-    def _checked_key(self, key: object) -> str | bytes | None:
-        if isinstance(key, str):
-            key.encode()  # a lone surrogate raises
-        elif key is not None and not isinstance(key, bytes):
-            raise self._error("cache_key", "a string or bytes", short(key))
-        return key
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -271,7 +257,7 @@ class MultimodalItem:
         return f"multimodal item ({modality} at token {start}): {field}"
 
 
-_FIELDS = tuple(field.name for field in fields(MultimodalItem) if field.init)
+_FIELDS = ("features", "start", "modality", *_OTHER_FIELDS)
 
 
 @reading("multimodal", "a list of items")
@@ -363,18 +349,3 @@ def check_placeholders(
             f"multimodal: expected an item for every placeholder, got none for token "
             f"{token_ids[at]} at {at}"
         )
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _plain_sizes(grid: object) -> tuple[int, int, int] | None:
-    """Return a grid of three integers >= 1 as a tuple; None if it is none."""
-    if isinstance(grid, torch.Tensor | np.ndarray):
-        grid = grid.tolist()
-    if not isinstance(grid, list | tuple) or len(grid) != 3:
-        return None
-    if not all(_is_int(size) and 1 <= size <= INT32_MAX for size in grid):
-        return None
-    return cast("tuple[int, int, int]", tuple(map(int, grid)))

@@ -190,9 +190,12 @@ class StepGraphs:
         graph.replay()
         return forwarded
 
-    def has_tail(self, shape: StepShape, tail: Tail) -> bool:
-        """Whether the sampling of ``tail`` is captured for a step of ``shape``."""
-        return (shape, tail) in self._tails
+    def fit_tail(self, shape: StepShape, least: Tail) -> Tail | None:
+        """Return the captured sampling after ``shape`` that does all of ``least``; None = none."""
+        for tail in (least, least._replace(masks=True)):  # a row without a mask may draw any token
+            if (shape, tail) in self._tails:
+                return tail
+        return None
 
     def replay_tail(self, shape: StepShape, tail: Tail) -> None:
         """Launch the sampling after ``replay`` of a shape that does not sample."""

@@ -28,6 +28,14 @@ def own_and_others(device: torch.device, free_bytes: int, total_bytes: int) -> t
     return gib(own_bytes), gib(total_bytes - free_bytes - own_bytes)
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """Give the memory that torch has cached back to the device."""
+    if device.type == "cuda":
+        # cuBLAS never frees its workspace by itself; torch has only a private call to do so.
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+
 @contextmanager
 def within_memory(option: str, what: str, device: torch.device) -> Iterator[None]:
     """Run what needs memory of a GPU; say who has it where it does not suffice.

@@ -10,11 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from mrv1.config import EngineConfig
@@ -26,7 +28,7 @@ from mrv1.runner import input_batch
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables
-from mrv1.runner.cuda_graph import Forwarded
+from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
 from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
@@ -36,12 +38,14 @@ from mrv1.runner.logprobs import (
     LogprobReport,
     LogprobRing,
     PromptPart,
+    StoredLogprobs,
     Wanted,
+    WantedRows,
     reports_of,
     rows_of,
 )
 from mrv1.runner.request_state import RequestState
-from mrv1.runner.rows import StepShape, Tail
+from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from mrv1.runner.slot_state import Field, SlotState
 from mrv1.runner.staging import Staged, Staging
 from mrv1.runner.step import Int32Array
@@ -85,6 +89,21 @@ class MaskBuffer:
     def first(self, num_masks: int) -> TokenMasks:
         """Return the first masks of the step."""
         return TokenMasks(self._bitmask[:num_masks], self._rows[:num_masks])
+
+    def check(
+        self, bitmask: npt.NDArray[np.generic], rows: Sequence[int], *, has_drafts: bool
+    ) -> None:
+        """Raise a ``ValueError`` unless these can be the masks of a step, see ``ModelRunner``."""
+        expected = [len(rows), self._bitmask.shape[1]]
+        if bitmask.dtype != np.int32 or [*bitmask.shape] != expected:
+            raise ValueError(
+                f"bitmask: expected int32 {expected}, a mask for each of rows, got "
+                f"{bitmask.dtype} {list(bitmask.shape)}"
+            )
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"rows: expected different rows, got {[*rows]}")
+        if has_drafts:
+            raise ValueError("bitmask: expected a step without drafts, got one with some")
 
     def clear(self) -> None:
         """Make every mask one for no row, on the current stream."""
@@ -179,7 +198,7 @@ class DeviceStep:
         self.head_groups, self.max_model_len = head_groups, max_model_len
         self.device = device = model.device
         self._head_scales = head_scales
-        self._processors = processors
+        self.processors = processors
         groups, num_slots = head_groups.groups, config.max_num_seqs
         layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
         self.attention = select_backend(config.attention_backend, model, spec, layouts)
@@ -213,6 +232,9 @@ class DeviceStep:
             max_sources=self.slots[FEATURE_SOURCE].shape[1],
             captured_drafts=(num_slots, config.max_draft_tokens),
         )
+        self.graphs = StepGraphs(
+            num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens
+        )
         # Of the tokens of a graph with prompts, for its sampling. Graphs share it: each would keep
         # tensors of its own out of the memory that they share.
         num_tokens = num_slots + config.max_num_batched_tokens
@@ -236,7 +258,7 @@ class DeviceStep:
 
     def tails(self, shape: StepShape) -> list[Tail]:
         """Return the ways to sample that graphs capture after the layers of a shape."""
-        if self._processors:
+        if self.processors:
             return []
         if shape.query_len is None:
             return [Tail(masks=False, logprobs=False)]
@@ -244,6 +266,22 @@ class DeviceStep:
         if self.config.logprobs_mode == "raw_logprobs":
             tails += [Tail(masks=False, logprobs=True), Tail(masks=True, logprobs=True)]
         return tails
+
+    def capture(self, shapes: Iterable[StepShape] | None = None, *, progress: bool) -> None:
+        """Capture a graph of every shape, or of some, unless steps cannot run as graphs.
+
+        No step may be in flight.
+        """
+        if self.is_capturable:
+            with torch.inference_mode():
+                self.clear_inputs()
+                self.graphs.capture(
+                    self.graphs.shapes if shapes is None else shapes,
+                    self.run_padding,
+                    self.run_tail,
+                    self.tails,
+                    progress=progress,
+                )
 
     @property
     def max_logits_rows(self) -> int:
@@ -266,6 +304,11 @@ class DeviceStep:
         """
         self.staging.clear()
         self.masks.clear()
+
+    def give_up(self) -> None:
+        """Let the next step take the ring slot of a step that was launched only in part."""
+        self.outputs.give_up()
+        self.slots[NEXT_UPLOAD].fill_(self.outputs.next_slot)
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
         """Launch a step of padding, for a capture: the first step, or after ``clear_inputs``.
@@ -335,6 +378,40 @@ class DeviceStep:
         self.attention.plan(batch.attention, layers, query_lens, seq_lens)
         return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
 
+    def sample_rows(
+        self,
+        rows: DeviceRows,
+        forwarded: Forwarded,
+        wanted: WantedRows,
+        bitmask: Int32Array | None,
+        masked_rows: Sequence[int],
+    ) -> tuple[Sequence[LogprobReport | StoredLogprobs], bool]:
+        """Launch the sampling after the layers, as a graph if one does all that is asked for.
+
+        Args:
+            rows: the step's rows.
+            forwarded: the input of ``sample``.
+            wanted: log-probabilities to report.
+            bitmask: ``[masks, words]``, as in ``ModelRunner.sample``.
+            masked_rows: for each mask its row of the plan.
+
+        Returns:
+            The log-probabilities, and whether a graph ran.
+        """
+        slot, tail = self.outputs.next_slot, None
+        if rows.is_captured and self.logprobs.has(wanted):
+            least = Tail(masks=bitmask is not None or wanted.edits, logprobs=bool(wanted))
+            tail = self.graphs.fit_tail(rows.shape, least)
+        if bitmask is not None or (tail is not None and tail.masks):
+            places = np.array([rows.place(row) for row in masked_rows], dtype=np.int32)
+            self.masks.put(slot, bitmask, places)
+        if tail is None:
+            masks = None if bitmask is None else self.masks.first(len(bitmask))
+            return self.sample(*forwarded, wanted, masks), False
+        self.graphs.replay_tail(rows.shape, tail)
+        stored = [self.logprobs.send(slot, rows.shape.num_rows, wanted)] if wanted else []
+        return stored, True
+
     def sample(
         self,
         batch: SampledRows,
@@ -355,7 +432,7 @@ class DeviceStep:
         """
         shape, staged = batch.shape, batch.staged
         if shape.has_drafts:
-            tokens, num_sampled, reports = self._draw_behind_drafts(batch, hidden, wanted)
+            tokens, num_sampled, reports = self._draw_after_drafts(batch, hidden, wanted)
         else:
             if shape.query_len != 1:  # else each row is one token
                 hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
@@ -399,7 +476,7 @@ class DeviceStep:
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
         rows = rows_of(wanted, num_columns, self.device) if wanted else slice(0)
         raw, is_raw = None, self.config.logprobs_mode == "raw_logprobs"
-        if is_raw and wanted and (self._processors or any(each.edits for each in wanted)):
+        if is_raw and wanted and (self.processors or any(each.edits for each in wanted)):
             raw = logits[rows]  # before they are edited in place
             raw = raw.clone() if isinstance(rows, slice) else raw
         unmasked = logits.clone() if stores_logprobs and masks is not None else logits
@@ -409,9 +486,9 @@ class DeviceStep:
         self.sampler.edit(
             logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
         )
-        if self._processors:
+        if self.processors:
             context = LogitsContext(idx_mapping=idx_mapping, history=history)
-            logits = self._processors.apply(logits, context)
+            logits = self.processors.apply(logits, context)
         tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if stores_logprobs:
             num_top = self.sampler.num_logprobs
@@ -431,7 +508,7 @@ class DeviceStep:
             chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
         )
 
-    def _draw_behind_drafts(
+    def _draw_after_drafts(
         self, batch: SampledRows, hidden: torch.Tensor, wanted: Sequence[Wanted]
     ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
         """Return the tokens drawn after each row's last known token and after each draft.

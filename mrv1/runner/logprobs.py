@@ -121,6 +121,8 @@ class LogprobRequests:
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._params: list[SamplingParams | None] = [None] * max_num_reqs
+        self._last: tuple[DeviceRows | None, WantedRows] = None, WantedRows()
+        """The rows of the step sampled last, which a steady step has too, and what they ask."""
         self._asks_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._prompt_end_np = np.zeros(max_num_reqs, dtype=np.int64)
         """Per slot, the leading tokens that are followed by a prompt token to report."""
@@ -140,6 +142,8 @@ class LogprobRequests:
 
     def of_outputs(self, plan: StepPlan, rows: DeviceRows) -> WantedRows:
         """Return the log-probabilities to report for the tokens of a step, in device order."""
+        if rows is self._last[0]:
+            return self._last[1]
         found = []
         for row in self._asks_np[plan.slots].nonzero()[0].tolist():
             params = self._params[plan.slots[row]]
@@ -147,7 +151,8 @@ class LogprobRequests:
                 num_top = num_likeliest(params.logprobs, self._vocab_size)
                 ids, edits = params.logprob_token_ids, params.edits_logits
                 found.append(Wanted(row, num_top, ids, edits, rows.place(row)))
-        return WantedRows(sorted(found, key=attrgetter("device_row")))
+        self._last = rows, WantedRows(sorted(found, key=attrgetter("device_row")))
+        return self._last[1]
 
     def of_prompts(
         self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
@@ -291,10 +296,10 @@ class LogprobReport:
                 continue
             first = index * all_positions
             rows = slice(first, first + count)
-            behind = token_ids.shape[1] - self._num_top
+            first_top = token_ids.shape[1] - self._num_top
             columns = [
                 0,
-                *range(behind, behind + min(wanted.num_top, self._num_top)),
+                *range(first_top, first_top + min(wanted.num_top, self._num_top)),
                 *range(1, 1 + len(wanted.token_ids)),
             ]
             found[wanted.row] = TokenLogprobs(
@@ -370,6 +375,10 @@ class LogprobRing:
             for tensor, (dtype, _) in zip(tensors, self._parts, strict=True)
         ]
         torch.cat(parts, out=self._stored[: len(logits) * self._row_bytes])
+
+    def has(self, wanted: WantedRows) -> bool:
+        """Whether ``store`` stores all that these rows ask for."""
+        return not wanted.has_token_ids and wanted.num_top <= self.num_top
 
     def send(self, slot: int, num_rows: int, wanted: WantedRows) -> StoredLogprobs:
         """Copy what the step stored to its slot of the ring, on the current stream.

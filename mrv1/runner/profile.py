@@ -29,7 +29,6 @@ from mrv1.errors import CapacityError
 from mrv1.kernels.attention.prefill.choice import least_of_each, prefills_of_each
 from mrv1.models.batch import AttentionBatch
 from mrv1.runner.block_table import NO_PAGE
-from mrv1.runner.cuda_graph import StepGraphs
 from mrv1.runner.device_memory import gib, own_and_others
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_cache import CPU_KV_BYTES, StreamingDemand
@@ -88,19 +87,13 @@ def kv_bytes(step: DeviceStep) -> int:
 
 def _graph_bytes(step: DeviceStep) -> int:
     """Return the bytes that the graphs take: all share the memory of the largest."""
-    config, step.kv_cache = step.config, step.new_kv_cache()
-    graphs = StepGraphs(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        step.max_model_len,
-        config.max_draft_tokens,
-    )
+    step.kv_cache = step.new_kv_cache()
     torch.cuda.empty_cache()  # a capture would do this too, and hide the memory that it takes
     before, _ = memory_bytes(step.device)
-    with torch.inference_mode():
-        graphs.capture(graphs.largest, step.run_padding, step.run_tail, step.tails, progress=False)
+    step.capture(step.graphs.largest, progress=False)
     after, _ = memory_bytes(step.device)
-    del graphs, step.kv_cache
+    step.graphs.clear()
+    del step.kv_cache
     torch.cuda.empty_cache()
     return max(before - after, 0)
 

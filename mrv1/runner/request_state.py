@@ -381,6 +381,10 @@ class RequestState:
                 self.num_computed_tokens_np[slot] = self.num_tokens_np[slot] - 1
                 self._is_drafting_np[slot] = False
 
+    def num_before(self, plan: StepPlan) -> Int32Array:
+        """Return the tokens of each row computed before the step, which the mirrors count."""
+        return self.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
+
     def advance_on_host(self, plan: StepPlan) -> None:
         """Bring the mirrors to the end of the step: rows that reach their newest token sample."""
         last = self._sampled

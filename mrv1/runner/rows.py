@@ -114,7 +114,7 @@ class StepShape:
             samples=samples,
         )
 
-    def rows_of(self, shape: StepShape) -> Int32Array:
+    def places_of(self, shape: StepShape) -> Int32Array:
         """Return the place of each row of ``shape``, padded to this shape.
 
         Padding rows follow the rows of one token, unless one kernel takes all rows; more padding
@@ -140,7 +140,7 @@ class DeviceRows:
     """[rows]; None = one token each."""
     draft_token_ids: Sequence[Sequence[int]]
     """Drafts of each row; () = no row has any."""
-    of_plan: Int32Array | None
+    places: Int32Array | None
     """[rows of the plan], the device row of each; None = the first rows, in order."""
     is_masked: bool = False
     """Whether some token of the step sees other keys than all up to its own."""
@@ -165,45 +165,45 @@ class DeviceRows:
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape
-        of_plan = on_device.rows_of(shape)
+        places = on_device.places_of(shape)
         if on_device.query_len is None:
             order = np.argsort(~_is_decode(query_lens, masked), kind="stable")
-            of_plan[order] = of_plan.copy()
+            places[order] = places.copy()
             drafts = tuple(drafts[row] for row in order) if shape.has_drafts else ()
         idx_mapping = np.full(on_device.num_rows, -1, dtype=np.int32)
-        idx_mapping[of_plan] = slots
+        idx_mapping[places] = slots
         is_decode, padded_lens = on_device.query_len == 1, None
         if not is_decode:
             padded_lens = np.zeros(on_device.num_rows, dtype=np.int32)
             padded_lens[: on_device.num_decodes] = 1
-            padded_lens[of_plan] = query_lens
+            padded_lens[places] = query_lens
         return cls(
             shape=on_device,
             is_captured=captured is not None,
             idx_mapping=idx_mapping,
             query_lens=padded_lens,
             draft_token_ids=drafts if shape.has_drafts else (),
-            of_plan=None if is_decode else of_plan,
+            places=None if is_decode else places,
             is_masked=masked is not None,
         )
 
     def place(self, row: int) -> int:
         """Return the device row of a row of the plan."""
-        return row if self.of_plan is None else int(self.of_plan[row])
+        return row if self.places is None else int(self.places[row])
 
     @property
     def first_tokens(self) -> Int32Array:
         """[rows of the plan], the place in the batch of each row's first token."""
-        if self.query_lens is None or self.of_plan is None:
+        if self.query_lens is None or self.places is None:
             return np.arange(len(self.idx_mapping), dtype=np.int32)
-        return (np.cumsum(self.query_lens) - self.query_lens)[self.of_plan].astype(np.int32)
+        return (np.cumsum(self.query_lens) - self.query_lens)[self.places].astype(np.int32)
 
     def placed(self, values: Int32Array) -> Int32Array:
         """Return values of the plan's rows in device order; the step must have no padding."""
-        if self.of_plan is None:
+        if self.places is None:
             return values
         placed = np.empty_like(values)
-        placed[self.of_plan] = values
+        placed[self.places] = values
         return placed
 
 

@@ -1,25 +1,25 @@
 """Sleep mode: the weights and the KV cache leave the device, and come back when they are needed.
 
 Tensors keep their objects and views; only the storage behind them is freed and allocated again, at
-other addresses. A CUDA graph holds addresses, so the runner captures its graphs again.
+other addresses. A CUDA graph holds addresses, so graphs are captured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
 
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.models import (
-    DecoderModel,
     NamedTensors,
     checked_update,
     checkpoint_tensors,
     copy_weights,
 )
-from mrv1.runner.kv_cache import KVCache
+from mrv1.runner.device_memory import release_cached_memory
+from mrv1.runner.device_step import DeviceStep
 
 SleepTag = Literal["weights", "kv_cache"]
 """A part of the memory that wakes up by itself."""
@@ -102,18 +102,16 @@ class SleepMode:
     and so may the opposite one.
 
     Args:
-        model: the runner's model.
-        kv_cache: the runner's cache.
+        step: the runner's step, with its KV cache.
     """
 
-    def __init__(self, model: DecoderModel, kv_cache: KVCache) -> None:
-        self._is_on_host = model.device.type == "cpu"
+    def __init__(self, step: DeviceStep) -> None:
+        self._step, model = step, step.model
         self._targets = checkpoint_tensors(model.config, model.weights)
-        self._has_vision = model.config.vision is not None
         self._weights = _Memory(self._targets.values())
         self._parts: Mapping[SleepTag, _Memory] = {
             "weights": self._weights,
-            "kv_cache": _Memory(kv_cache.buffers),
+            "kv_cache": _Memory(step.kv_cache.buffers),
         }
         self._asleep: set[SleepTag] = set()
         self._unwritten: dict[str, None] = {}
@@ -144,7 +142,8 @@ class SleepMode:
             raise ConfigError(f"level: expected 1 or 2, got {level!r}")
         if not self._weights.is_resizable:  # those of a caller's model
             raise ConfigError("model: expected weights in memory of torch's own, got another's")
-        if level == 1 and "weights" not in self._asleep and not self._is_on_host:
+        device = self._step.device
+        if level == 1 and "weights" not in self._asleep and device.type != "cpu":
             self._weights.copy_to_host()
         self._asleep = set(TAGS)
         self._parts["kv_cache"].free()
@@ -153,13 +152,14 @@ class SleepMode:
             self._weights.copies = []
         if level == 2 or self._weights.copies:
             self._weights.free()
+        self._step.features.free()
+        self._step.graphs.clear()
+        release_cached_memory(device)
 
-    def wake_up(self, tags: Collection[str] | None, make_ready: Callable[[], None]) -> None:
-        """Bring parts of the memory back; if it fails, they are asleep as before.
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        """Bring parts of the memory back, and then graphs; see ``ModelRunner.wake_up``.
 
-        Args:
-            tags: as in ``ModelRunner.wake_up``.
-            make_ready: called once every part is on the device.
+        If it fails, the parts are asleep as before.
         """
         woken = self._asleep & _checked(tags)
         if not woken:
@@ -169,10 +169,11 @@ class SleepMode:
             for tag in woken:
                 self._parts[tag].allocate()
             if woken == self._asleep:
-                make_ready()
+                self._capture_with(features=self._step.features.is_used)
         except BaseException:
             for part in absent:
                 part.free()
+            release_cached_memory(self._step.device)
             raise
         self._asleep -= woken
         if "weights" in woken:
@@ -186,11 +187,55 @@ class SleepMode:
                 'wake_up(["weights"]) first'
             )
         tensors = checked_update(
-            self._targets, named_tensors, partial=partial, has_vision=self._has_vision
+            self._targets,
+            named_tensors,
+            partial=partial,
+            has_vision=self._step.model.config.vision is not None,
         )
         self._unwritten |= dict.fromkeys(tensors)  # an interrupt may leave one half written
         copy_weights(self._targets, tensors)
         self._unwritten = {name: None for name in self._unwritten if name not in tensors}
+
+    def allocate_features(self) -> None:
+        """Allocate the buffer for features, which graphs read, for the first item that has some.
+
+        Raises:
+            CapacityError: the device has no room.
+        """
+        try:
+            self._capture_with(features=True)
+        except BaseException:
+            self.capture_again()
+            raise
+        self._step.features.is_used = True
+
+    def _capture_with(self, *, features: bool) -> None:
+        """Allocate the buffer for features, if it is needed, and capture the graphs."""
+        try:
+            if features:
+                self._step.features.allocate()
+            self.capture_again()
+        except BaseException:
+            self._step.features.free()
+            raise
+
+    def capture_again(self) -> None:
+        """Capture the graphs with the addresses that tensors have now.
+
+        Raises:
+            CapacityError: the device has no room.
+        """
+        self._step.graphs.clear()
+        try:
+            self._step.capture(progress=False)
+        except BaseException as error:
+            self._step.graphs.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise CapacityError(
+                    f"CUDA graphs: expected room on {self._step.device}, got less; free memory "
+                    "there and try again"
+                ) from error
+            raise
 
 
 def _checked(tags: object) -> set[SleepTag]:

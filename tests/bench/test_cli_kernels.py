@@ -29,7 +29,7 @@ def test_attention_file_table_and_plot_have_the_same_figures(run_bench: Mrv1, tm
     for entry in written["results"]:
         for name, variant in entry["variants"].items():
             assert name in result.stdout
-            assert f"{variant['median_us']:.1f}" in result.stdout
+            assert f"{variant['median_us']:,.1f}" in result.stdout
     assert "peer flash-attn-3: not installed" in result.stderr
     assert "times our time, geometric mean" in result.stderr
     assert f"plotted to {picture}" in result.stderr

@@ -616,18 +616,20 @@ def test_the_table_of_products_has_a_column_for_each_number_of_tokens():
 
 
 def test_sampler_tables_show_reads_and_peers():
-    variants = {"mrv1": {"median_us": 1234.56, "share_of_copy_bandwidth": 0.4}}
+    ours = {"median_us": 1234.56, "reads": 2.5, "share_of_copy_bandwidth": 0.4}
+    variants: dict[str, dict[str, float]] = {"mrv1": ours}
     variants |= {name: {"median_us": 1.0} for name in ("flashinfer", "vllm-mask")}
     entry = {
         "rows": 256, "std": 2.5, "params": "top-k 50", "variants": variants,
-        "peer_time_over_ours": {"flashinfer": 8.444},
+        "peer_time_over_ours": {"flashinfer": 8.444}, "target_us": None,
     }  # fmt: skip
     result = _result(results=[entry], peers={"flashinfer": "0.6"})
     result["conditions"] |= {"vocab_size": 151_936, "temperature": 0.8}
     table = sampler_table(_file(result))
     for said in (
-        "| rows | std of logits | parameters | us | reads | flashinfer | vllm-mask |",
-        "| 256 | 2.5 | top-k 50 | 1,234.6 | 2.5 | 8.44x | - |",
+        "| rows | std of logits | case | us | target, us | reads | of copy bandwidth | "
+        "flashinfer | vllm-mask |",
+        "| 256 | 2.5 | top-k 50 | 1,234.6 | - | 2.5 | 40% | 8.44x | - |",
         "151,936 ids, ",
         "flashinfer 0.6",
     ):

@@ -559,14 +559,16 @@ def test_table_and_file_have_the_same_figures(
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     found = json.loads(target.read_text("utf-8"))["results"]["mrv1"]["figures"]
-    rows = [[word for word in line.split() if word != "│"] for line in result.stdout.splitlines()]
+    rows = [
+        [word for word in line.split() if word not in "│/"] for line in result.stdout.splitlines()
+    ]
     (row,) = [row for row in rows if row[:1] == ["mrv1"]]
     assert row == [
         "mrv1", f"{found['output_throughput']:,.0f}", f"{found['total_token_throughput']:,.0f}",
         f"{found['request_throughput']:,.2f}", f"{found['request_goodput']:,.2f}",
         *(
             f"{found[name][key]:,.1f}"
-            for name in ("ttft_ms", "itl_ms")
+            for name in ("ttft_ms", "itl_ms", "e2el_ms")
             for key in ("median", "p99")
         ),
         "-",

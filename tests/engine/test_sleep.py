@@ -295,7 +295,12 @@ def test_a_wake_up_without_room_leaves_everything_asleep(llm, weights, before, m
             no_room_for_the_cache,
             r"wake_up: expected room for \d+",
         ),
-        (llm._engine.runner, "_capture", no_room_for_graphs, "CUDA graphs: expected room on cpu"),
+        (
+            llm._engine.runner._step,
+            "capture",
+            no_room_for_graphs,
+            "CUDA graphs: expected room on cpu",
+        ),
     ):
         llm.sleep(level=2)
         with monkeypatch.context() as patch:
@@ -381,7 +386,7 @@ def test_graphs_are_captured_only_once_weights_and_cache_are_awake(llm, monkeypa
         buffers = [*runner.kv_cache.buffers, *checkpoint_tensors_of(runner)]
         captures.append(all(each.untyped_storage().nbytes() >= each.nbytes for each in buffers))
 
-    monkeypatch.setattr(runner, "_capture", capture)
+    monkeypatch.setattr(runner._step, "capture", capture)
     for tags in (["weights"], ["kv_cache"]), (["kv_cache"], ["weights"]), (None,):
         llm.sleep(2)
         captures.clear()

@@ -400,7 +400,13 @@ def test_an_exception_at_any_stage_leaks_nothing_and_fails_only_its_step(expecte
         return None if request.error else tuple(request.output_token_ids), bool(errors)
 
     runner = core.runner
-    owners = (runner.features, runner._ranges, runner.attention, runner.sampler, runner._outputs)
+    owners = (
+        runner.features,
+        runner._preparation.ranges,
+        runner.attention,
+        runner.sampler,
+        runner._outputs,
+    )
     owner = next(owner for owner in owners if hasattr(owner, stage))
     original, calls = getattr(owner, stage), []
 

@@ -60,7 +60,7 @@ def test_a_step_fits_its_graph_with_separate_rows_for_decodes_and_prompts(
     assert graph in graphs.shapes
     assert graph.samples == (samples and not prompts)
     assert graph.max_query_len >= shape.max_query_len
-    rows = graph.rows_of(shape)
+    rows = graph.places_of(shape)
     assert (rows[:num_decodes] == np.arange(num_decodes)).all()
     assert num_decodes <= graph.num_decodes
     if prompts:
@@ -94,7 +94,7 @@ def test_steps_with_drafts_have_graphs_of_their_own(num_rows, size):
     graph = graphs.fit(shape)
     assert graph == StepShape.drafts(size, 4)
     assert graph in graphs.shapes
-    assert graph.rows_of(shape).tolist() == list(range(num_rows))
+    assert graph.places_of(shape).tolist() == list(range(num_rows))
     assert graphs.fit(StepShape.drafts(num_rows, 3)) is None
     assert graphs.fit(replace(shape, samples=False)) is None
     assert StepShape.drafts(MAX_REQS, 4) in graphs.largest
@@ -175,7 +175,7 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
             num_kv_blocks=250, max_num_batched_tokens=100,
         )  # fmt: skip
         if padded:
-            core.runner._graphs = LaunchedGraphs(core.runner)
+            core.runner._step.graphs = LaunchedGraphs(core.runner)
         requests = add_many(core, 2, max_tokens=20, seed=1)
         core.step()
         requests += add_many(core, 50, max_tokens=20, features=True)
@@ -184,7 +184,7 @@ def test_padding_changes_no_token(checkpoint, overlap, monkeypatch):
         steps += run(core)
         outputs.append(tokens(requests))
         if padded:
-            graphs = core.runner._graphs
+            graphs = core.runner._step.graphs
             replayed, tails = graphs.replayed, graphs.replayed_tails
             whole = [shape for shape in replayed if shape.samples]
             assert len(replayed) == steps
@@ -247,7 +247,7 @@ def test_captured_sampling_equals_that_of_a_step_without_graphs(checkpoint, devi
             cuda_graphs=is_captured, deterministic=on_gpu,
         )  # fmt: skip
         if is_captured and not on_gpu:
-            core.runner._graphs = LaunchedGraphs(core.runner)
+            core.runner._step.graphs = LaunchedGraphs(core.runner)
         requests = [
             core.add_request(
                 str(i),
@@ -266,7 +266,7 @@ def test_captured_sampling_equals_that_of_a_step_without_graphs(checkpoint, devi
             assert (num_graph_steps == 0) == (tail is None)
             assert tail is None or num_graph_steps >= num_steps - 2
         if is_captured and not on_gpu:
-            assert tail in {None, *core.runner._graphs.replayed_tails}
+            assert tail in {None, *core.runner._step.graphs.replayed_tails}
         core.runner.close()
     (tokens_before, before), (tokens_after, after) = found
     assert tokens_before == tokens_after
@@ -297,7 +297,7 @@ def test_a_later_capture_applies_no_mask_of_an_older_step(checkpoint, monkeypatc
     masks = np.full((1, runner.sampler.limits.mask_words), 1, dtype=np.int32)
     runner.sample(masks, [1]).result()
     captured_tails.clear()
-    runner._capture_again()
+    runner._sleep.capture_again()
     assert (1, Tail(masks=True, logprobs=False)) in captured_tails
     runner.close()
 
@@ -312,12 +312,12 @@ def test_a_graph_runs_the_step_after_a_prefix_hit_of_any_length():
     prompt = [5, 6, 7, 8] * (bench.prompt_tokens // 4)
     model = bench.new_model(torch.device("cpu"))
     with bench.engine("recycled", model, enable_prefix_caching=True) as core:
-        core.runner._graphs = LaunchedGraphs(core.runner)
+        core.runner._step.graphs = LaunchedGraphs(core.runner)
         plant_prefix(core, prompt)
         core.add_request("a", prompt, SamplingParams(max_tokens=4))
         plan = core.scheduler.schedule()
         assert plan.num_scheduled_tokens.tolist() == [8]
-        rows, staged = core.runner._prepare(plan)
+        rows, staged = core.runner._prepare(plan, samples=True)
     assert rows.is_captured
     assert staged is None, "a graph finds the upload at its place"
 
@@ -337,11 +337,11 @@ def test_a_step_that_continues_another_uploads_new_blocks_only(checkpoint, monke
     for changed in (lambda plan: plan, copied, lambda plan: replace(plan, continues=None)):
         core = make_core(checkpoint, device="cpu", dtype="float64", max_num_seqs=4)
         runner = core.runner
-        runner._graphs = LaunchedGraphs(runner)
+        runner._step.graphs = LaunchedGraphs(runner)
         sent = []
-        send, execute = runner._staging.send, runner.execute
+        send, execute = runner._step.staging.send, runner.execute
         monkeypatch.setattr(
-            runner._staging,
+            runner._step.staging,
             "send",
             lambda *a, send=send, sent=sent, **k: sent.append(a) or send(*a, **k),
         )
@@ -396,4 +396,4 @@ def test_a_capture_samples_no_values_of_the_captured_run(monkeypatch):
     graphs.capture(graphs.shapes, run, sample, lambda shape: [tail], progress=False)
     layers = [shape for shape in graphs.shapes if not shape.samples]
     assert sampled == [(shape, is_on) for shape in layers for is_on in (False, True)]
-    assert all(graphs.has_tail(shape, tail) for shape in layers)
+    assert all(graphs.fit_tail(shape, tail) == tail for shape in layers)

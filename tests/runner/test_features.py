@@ -162,7 +162,7 @@ def test_features_are_copied_before_the_rest_of_the_step_is_prepared(runner, mon
     for owner, name in (
         (runner.features, "stage"),
         (runner.state, "stage"),
-        (runner._staging, "send"),
+        (runner._step.staging, "send"),
         (runner._step, "forward"),
     ):
         spied(owner, name)
@@ -216,10 +216,10 @@ def test_a_model_of_text_allocates_the_buffer_with_its_first_item(checkpoint, ru
     assert len(waiting.result().token_ids) == 1, "the result of the step in flight is not lost"
 
 
-@pytest.mark.parametrize("stage", ["allocate", "_capture"])
+@pytest.mark.parametrize("stage", ["allocate", "capture"])
 def test_a_buffer_without_room_fails_its_step_alone(checkpoint, monkeypatch, stage):  # noqa: F811
     runner, captures = make_runner(checkpoint), []
-    owner = runner.features if stage == "allocate" else runner
+    owner = runner.features if stage == "allocate" else runner._step
     original = getattr(owner, stage)
 
     def failing(**options: object) -> None:

@@ -514,14 +514,14 @@ def test_the_start_line_names_the_model_the_path_and_the_blocks(checkpoint):
 def test_the_warm_up_changes_no_state_and_no_page(checkpoint, max_num_seqs):
     """It launches steps of padding, which write only outputs that are never read."""
     runner = make_runner(checkpoint, max_num_seqs=max_num_seqs)
-    runner._slots.buffer.fill_(7)
+    runner._step.slots.buffer.fill_(7)
     runner.state.slots.stopped.zero_()
-    runner._slots[NEXT_UPLOAD].zero_()
-    before = runner._slots.buffer.clone()
+    runner._step.slots[NEXT_UPLOAD].zero_()
+    before = runner._step.slots.buffer.clone()
     for cache in runner.kv_cache.layers:
         cache.k.fill_(3)
     warm_up(runner._step)
-    assert torch.equal(runner._slots.buffer, before)
+    assert torch.equal(runner._step.slots.buffer, before)
     assert all((cache.k == 3).all() for cache in runner.kv_cache.layers)
     assert not runner._outputs.views(max_num_seqs, 1)[0].any()
     runner.close()

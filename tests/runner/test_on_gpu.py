@@ -195,7 +195,7 @@ def test_a_replay_rewrites_every_tensor_that_it_reads(checkpoint, monkeypatch):
                 poison(captured)
         outputs.append(tokens(requests))
         assert core.metrics()["num_graph_steps"] > 50
-        assert len(captured) >= len(core.runner._graphs.shapes)
+        assert len(captured) >= len(core.runner._step.graphs.shapes)
         core.runner.close()
     assert outputs[0] == outputs[1]
 

@@ -189,7 +189,7 @@ def test_a_step_with_drafts_is_a_graph_whatever_their_numbers(checkpoint):
     for max_drafts in (0, 3):
         runner = make_runner(checkpoint, max_draft_tokens=max_drafts)
         if max_drafts and runner.device.type == "cpu":  # launch what a graph would have captured
-            runner._graphs = LaunchedGraphs(runner)
+            runner._step.graphs = LaunchedGraphs(runner)
         slots = {"a": 2, "b": 0, "c": 3}
         found: dict[str, list[int]] = {}
         rows = {r: (slots[r], len(prompts[r]), blocks[r]) for r in prompts}
@@ -274,8 +274,8 @@ def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(check
     runner = make_runner(checkpoint, cuda_graphs=graphs)
     on_cpu = runner.device.type == "cpu"
     if graphs and on_cpu:  # launch the ops that a graph would have captured
-        runner._graphs.fit = lambda shape: shape if shape.query_len == 1 else None
-        runner._graphs.replay = runner._step.run_padding
+        runner._step.graphs.fit = lambda shape: shape if shape.query_len == 1 else None
+        runner._step.graphs.replay = runner._step.run_padding
     layers = runner.kv_cache.layers
     for cache in layers:
         cache.k.fill_(torch.nan)

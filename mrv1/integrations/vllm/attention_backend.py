@@ -28,8 +28,8 @@ has the methods of both.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from vllm.config import CUDAGraphMode, get_current_vllm_config_or_none
@@ -52,22 +52,23 @@ from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_kernels import (
     MAX_QUERY_LEN,
     AttentionKernels,
-    AttentionLayer,
     Batches,
-    BoundLayer,
     Compilation,
     decode_rows,
-    launch_every_decode,
-    launch_every_prefill,
-    launch_write,
+    launch_all,
 )
-from mrv1.integrations.vllm.attention_pages import Pages, content_size
+from mrv1.integrations.vllm.attention_layer import (
+    AttentionLayer,
+    BoundLayer,
+    DecodeRows,
+    PrefillRows,
+)
+from mrv1.integrations.vllm.attention_pages import content_size
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.launches import RepeatedCall
 from mrv1.kernels.attention.prefill.choice import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
-from mrv1.kernels.registry import Ops, select_ops
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +77,8 @@ if TYPE_CHECKING:
 
 FP8 = "fp8_per_token_head"
 """vLLM's name of a cache with a dynamic scale for each token and head."""
+
+Buffers = TypeVar("Buffers", DecodePlan, PrefillSplits | None)
 
 _INSTEAD = "choose another attention backend"
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -202,39 +205,6 @@ def _is_fp8(spec: AttentionSpec) -> bool:
     return bool(spec.kv_quant_mode == KVQuantMode.FP8_PER_TOKEN_HEAD)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRows:
-    """The first rows of a batch, with the same number of queries each."""
-
-    num_tokens: int
-    query_len: int
-    block_table: torch.Tensor
-    """[rows, row_width] int32."""
-    seq_lens: torch.Tensor
-    """[rows] int32; 0 = padding."""
-    plans: Mapping[int, DecodePlan]
-    """Buffers by the ``id`` of the layout; empty on the reference path."""
-    planners: dict[int, Mrv1AttentionImpl] = field(default_factory=dict)
-    """By the ``id`` of the layout, the first layer that attends: it plans whenever it attends."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRows:
-    """The rows of a batch that follow the decoded rows."""
-
-    first_token: int
-    end_token: int
-    block_table: torch.Tensor
-    """[rows, row_width] int32."""
-    seq_lens: torch.Tensor
-    """[rows] int32."""
-    query_start_loc: torch.Tensor
-    """[rows + 1] int32, from 0 on."""
-    max_query_len: int
-    splits: Mapping[int, PrefillSplits | None]
-    """By the ``id`` of the layout; empty = one program per tile."""
-
-
 @dataclass(kw_only=True)
 class Mrv1AttentionMetadata(AttentionMetadata):  # type: ignore[misc]
     """What the layers of one KV cache group share in a step; vLLM may copy the fields."""
@@ -299,8 +269,8 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             )
         self._dtype = vllm_config.model_config.dtype
         self._decode_query_len = _decode_query_len(vllm_config)
-        self._captured: dict[tuple[int, int], dict[int, DecodePlan]] = {}
-        self._captured_mixed: dict[tuple[int, int], dict[int, PrefillSplits | None]] = {}
+        self._plans: dict[tuple[int, int], Mapping[int, DecodePlan]] = {}  # of captured decodes
+        self._splits: dict[tuple[int, int], Mapping[int, PrefillSplits | None]] = {}
         self._states = torch.empty(0, device=device)  # of all captured launches
         self._capturing = False
         self._impls: tuple[Mrv1AttentionImpl, ...] = ()  # one for each layout
@@ -353,7 +323,13 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
                 seq_lens=seq_lens,
                 query_start_loc=common.query_start_loc[: num_reqs + 1],
                 max_query_len=num_tokens,
-                splits=self._splits_of_any_batch(num_reqs, num_tokens),
+                splits=self._buffers(
+                    self._splits,
+                    (num_reqs, num_tokens),
+                    lambda bound: bound.allocate_splits(
+                        num_reqs, num_tokens, num_tokens, self._dtype
+                    ),
+                ),
             )
             return Mrv1AttentionMetadata(
                 slot_mapping=common.slot_mapping, decode=None, prefill=rows
@@ -399,7 +375,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         layers = [context[name] for name in self.layer_names]
         for layer in layers:
             layer.impl.bind(layer.kv_cache)
-        by_layout = {id(layer.impl.pages.layout): layer.impl for layer in layers}
+        by_layout = {layer.impl.layout_id: layer.impl for layer in layers}
         self._impls = tuple(by_layout.values())
         repeated: dict[tuple[object, ...], RepeatedCall] = {}
         for layer in layers:
@@ -412,9 +388,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         for impl in self._impls:
             if impl.compilation is not None:
                 impl.compilation.finish()
-            launch_write(impl.bound, batches)
-            launch_every_prefill(impl.bound, batches)
-            launch_every_decode(impl.bound, batches)
+            launch_all(impl.bound, batches)
         self._is_warm = True
 
     def _prefills_decodes_too(self, max_query_len: int, num_tokens: int) -> bool:
@@ -423,9 +397,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             not impl.logits_soft_cap
             and impl.sinks is None
             and prefills_decodes_too(
-                impl.pages.layout,
+                impl.bound.pages.layout,
                 self._dtype,
-                impl.pages.scales is not None,
+                impl.bound.layer.is_fp8,
                 impl.num_heads,
                 max_query_len,
                 num_tokens,
@@ -437,21 +411,14 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         self, block_table: torch.Tensor, seq_lens: torch.Tensor, query_len: int
     ) -> DecodeRows:
         num_reqs = seq_lens.shape[0]
-        plans: dict[int, DecodePlan] = {}
+        plans: Mapping[int, DecodePlan] = {}
         if kernel_path(self.device) != "reference":
-            key = num_reqs, query_len
-            plans = self._captured.get(key) or {
-                id(impl.pages.layout): impl.allocate_plan(
-                    num_reqs, query_len, block_table.shape[1], self._dtype
-                )
-                for impl in self._impls
-            }
-            if self._capturing and key not in self._captured:
-                plans = {
-                    name: replace(plan, states=self._shared_states(plan.states))
-                    for name, plan in plans.items()
-                }
-                self._captured[key] = plans
+            width, dtype = block_table.shape[1], self._dtype
+            plans = self._buffers(
+                self._plans,
+                (num_reqs, query_len),
+                lambda bound: bound.allocate_plan(num_reqs, query_len, width, dtype),
+            )
         return DecodeRows(
             num_tokens=num_reqs * query_len,
             query_len=query_len,
@@ -460,16 +427,35 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             plans=plans,
         )
 
-    def _shared_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Return memory for a launch's partial results, one buffer for all captured graphs.
+    def _buffers(
+        self,
+        captured: dict[tuple[int, int], Mapping[int, Buffers]],
+        key: tuple[int, int],
+        allocate: Callable[[BoundLayer], Buffers],
+    ) -> Mapping[int, Buffers]:
+        """Return each layout's buffers: those that the graph of ``key`` reads, or new ones.
 
-        No launch reads those of another, and graphs run one after the other. Graphs are captured
-        in many sizes, the largest first: buffers of their own would take hundreds of MiB.
+        The step that vLLM runs before a capture must launch what is captured: it compiles it. The
+        buffers of a capture are kept. All captured launches share one memory for their partial
+        results: no launch reads those of another, and graphs run one after the other. Graphs are
+        captured in many sizes, the largest first: memory of their own would take hundreds of MiB.
         """
-        size = states.numel()
+        if key in captured:
+            return captured[key]
+        buffers = {impl.layout_id: allocate(impl.bound) for impl in self._impls}
+        if self._capturing:
+            buffers = {name: self._sharing(each) for name, each in buffers.items()}
+            captured[key] = buffers
+        return buffers
+
+    def _sharing(self, buffers: Buffers) -> Buffers:
+        """Return buffers whose partial results, if there are any, are in the shared memory."""
+        if buffers is None or buffers.states is None:
+            return buffers
+        shape, size = buffers.states.shape, buffers.states.numel()
         if size > self._states.numel():
-            self._states = states.flatten()
-        return self._states[:size].view(states.shape)
+            self._states = buffers.states.flatten()
+        return replace(buffers, states=self._states[:size].view(shape))
 
     def _has_one_graph(self, num_tokens: int) -> bool:
         """Return whether vLLM has one graph for all batches of a size, decodes or not."""
@@ -478,42 +464,6 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         if mode is None or most is None or num_tokens > most:
             return False
         return bool(mode.mixed_mode() == CUDAGraphMode.FULL)
-
-    def _splits_of_any_batch(
-        self, num_reqs: int, num_tokens: int
-    ) -> Mapping[int, PrefillSplits | None]:
-        """Return the buffers that the graph of these sizes reads; before its capture, new ones.
-
-        The step that vLLM runs before a capture must launch what is captured: it compiles it.
-        """
-        key = num_reqs, num_tokens
-        if key in self._captured_mixed:
-            return self._captured_mixed[key]
-        splits = {
-            id(impl.pages.layout): self._splits(impl, num_reqs, num_tokens, num_tokens)
-            for impl in self._impls
-        }
-        if self._capturing:
-            self._captured_mixed[key] = splits = {
-                name: one
-                if one is None or one.states is None
-                else replace(one, states=self._shared_states(one.states))
-                for name, one in splits.items()
-            }
-        return splits
-
-    def _splits(
-        self, impl: Mrv1AttentionImpl, num_reqs: int, num_tokens: int, max_query_len: int
-    ) -> PrefillSplits | None:
-        return PrefillSplits.allocate(
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            max_query_len=max_query_len,
-            layout=impl.pages.layout,
-            num_q_heads=impl.num_heads,
-            dtype=self._dtype,
-            is_fp8=impl.pages.scales is not None,
-        )
 
     def _prefill_rows(
         self,
@@ -526,10 +476,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
     ) -> PrefillRows:
         splits: dict[int, PrefillSplits | None] = {}
         if not self._capturing:  # a graph would write to them after this step has freed them
+            sizes = seq_lens.shape[0], end_token - first_token, max_query_len
             for impl in self._impls:
-                splits[id(impl.pages.layout)] = self._splits(
-                    impl, seq_lens.shape[0], end_token - first_token, max_query_len
-                )
+                splits[impl.layout_id] = impl.bound.allocate_splits(*sizes, self._dtype)
         return PrefillRows(
             first_token=first_token,
             end_token=end_token,
@@ -602,11 +551,11 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         self.sinks = sinks  # the model's own parameter: loading weights fills it later
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.pages: Pages
+        self.bound: BoundLayer
+        """The layer with its cache, from ``bind`` on."""
         self.repeated: RepeatedCall
         """The launches of a step, which layers of one kind share."""
         self.compilation: Compilation | None = None
-        self._ops: Ops
         self._kv_cache: torch.Tensor | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -662,47 +611,25 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         )
 
     @property
-    def bound(self) -> BoundLayer:
-        """The layer with its cache and its sinks.
-
-        Raises:
-            RuntimeError: no cache is bound.
-        """
-        if self._kv_cache is None:
-            raise RuntimeError("kv_cache: expected a bound cache, got none")
-        return BoundLayer(self.layer, self._kv_cache, self.sinks)
+    def layout_id(self) -> int:
+        """The ``id`` of the layout of its pages, which layers share."""
+        return id(self.bound.pages.layout)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """All that decides a layer's launches beside a step and the layer's own tensors."""
         shares = self.kv_sharing_target_layer_name is not None
-        return id(self.pages.layout), self.num_heads, self.scale, self.logits_soft_cap, shares
+        return self.layout_id, self.num_heads, self.scale, self.logits_soft_cap, shares
 
     def bind(self, kv_cache: torch.Tensor) -> None:
         """View ``kv_cache`` as pages, unless it is the cache of the last call.
 
         Called before a step: for a new shape, numbers are copied to the device.
         """
-        if kv_cache is self._kv_cache:
-            return
-        self.pages = self.layer.pages(kv_cache)
-        self.repeated = RepeatedCall()
-        self._ops = select_ops(kernel_path(kv_cache.device))
-        self._kv_cache = kv_cache
-
-    def allocate_plan(
-        self, num_reqs: int, query_len: int, row_width: int, dtype: torch.dtype
-    ) -> DecodePlan:
-        """Return buffers for a plan of this layer's decode."""
-        return DecodePlan.allocate(
-            max_reqs=num_reqs,
-            max_keys=row_width * self.pages.layout.block_size,
-            layout=self.pages.layout,
-            num_q_heads=self.num_heads,
-            dtype=dtype,
-            query_len=query_len,
-            is_fp8=self.pages.scales is not None,
-        )
+        if kv_cache is not self._kv_cache:
+            self.bound = BoundLayer(self.layer, kv_cache, self.sinks)
+            self.repeated = RepeatedCall()
+            self._kv_cache = kv_cache
 
     def forward(
         self,
@@ -741,20 +668,20 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         if attn_metadata is None:
             return output.zero_()
         self.bind(kv_cache)
-        slot_mapping = attn_metadata.slot_mapping
+        bound, slot_mapping = self.bound, attn_metadata.slot_mapping
         decode, prefill = attn_metadata.decode, attn_metadata.prefill
         parts: list[_Part] = []
         shares = self.kv_sharing_target_layer_name is not None
         if not shares and key is not None and value is not None:
             tokens = slice(slot_mapping.shape[0])
-            parts.append(_Part(self._write, slot_mapping, (key[tokens], value[tokens])))
+            parts.append(_Part(bound.write, slot_mapping, (key[tokens], value[tokens])))
         if decode is not None:
-            self._plan(decode)
+            bound.plan(decode)
             tokens = slice(decode.num_tokens)
-            parts.append(_Part(self._decode, decode, (query[tokens], output[tokens])))
+            parts.append(_Part(bound.decode, decode, (query[tokens], output[tokens])))
         if prefill is not None:
             tokens = slice(prefill.first_token, prefill.end_token)
-            parts.append(_Part(self._prefill, prefill, (query[tokens], output[tokens])))
+            parts.append(_Part(bound.prefill, prefill, (query[tokens], output[tokens])))
 
         def launch() -> None:
             for part in parts:
@@ -762,63 +689,5 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
 
         tensors = [tensor for part in parts for tensor in part.tensors]
         of_step = [part.of_step for part in parts]
-        self.repeated(launch, (*tensors, self.sinks, *self.pages.tensors), *of_step)
+        self.repeated(launch, (*tensors, self.sinks, *bound.pages.tensors), *of_step)
         return output
-
-    def _write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        pages = self.pages
-        self._ops.kv_cache_write(
-            key, value, pages.k, pages.v, slot_mapping[None], pages.layout, scales=pages.scales
-        )
-
-    def _plan(self, rows: DecodeRows) -> None:
-        """Launch the plan of the decoded rows, if this is the first layer of its window."""
-        layout = self.pages.layout
-        plan = rows.plans.get(id(layout))
-        if plan is not None and rows.planners.setdefault(id(layout), self) is self:
-            self._ops.plan_decode_attention(rows.seq_lens, layout, plan)
-
-    def _decode(self, rows: DecodeRows, q: torch.Tensor, out: torch.Tensor) -> None:
-        self._attend(
-            self._ops.paged_decode_attention,
-            rows,
-            q,
-            out,
-            query_len=rows.query_len,
-            plan=rows.plans.get(id(self.pages.layout)),
-        )
-
-    def _prefill(self, rows: PrefillRows, q: torch.Tensor, out: torch.Tensor) -> None:
-        self._attend(
-            self._ops.paged_prefill_attention,
-            rows,
-            q,
-            out,
-            query_start_loc=rows.query_start_loc,
-            max_query_len=rows.max_query_len,
-            splits=rows.splits.get(id(self.pages.layout)),
-        )
-
-    def _attend(
-        self,
-        op: Callable[..., torch.Tensor],
-        rows: DecodeRows | PrefillRows,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        **of_rows: Any,  # noqa: ANN401 - options of the op
-    ) -> None:
-        pages = self.pages
-        op(
-            q,
-            pages.k,
-            pages.v,
-            block_table=rows.block_table,
-            seq_lens=rows.seq_lens,
-            layout=pages.layout,
-            softmax_scale=self.scale,
-            logits_soft_cap=self.logits_soft_cap,
-            sinks=self.sinks,
-            out=out,
-            scales=pages.scales,
-            **of_rows,
-        )

@@ -19,11 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.device import DeviceInfo, kernel_path
-from mrv1.integrations.vllm.attention_pages import Pages, pages_of
-from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.device import DeviceInfo
+from mrv1.integrations.vllm.attention_layer import (
+    AttentionLayer,
+    BoundLayer,
+    DecodeRows,
+    PrefillRows,
+)
 from mrv1.kernels.attention.prefill.choice import choose_launch, prefills_of_each
-from mrv1.kernels.registry import select_ops
 from mrv1.runner.compile_ahead import (
     AheadCompiler,
     compile_from_stdin,
@@ -84,53 +87,20 @@ def decode_rows(
     return (int(longer.argmax()) if longer.any() else num_reqs), 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLayer:
-    """What decides on the kernels of an attention layer, beside its batches."""
-
-    num_heads: int
-    head_size: int
-    role: HeadRole
-    """What all heads see."""
-    is_fp8: bool
-    softmax_scale: float
-    logits_soft_cap: float
-    """0 = none."""
-
-    def pages(self, kv_cache: torch.Tensor) -> Pages:
-        """Return the pages of the layer's cache."""
-        return pages_of(kv_cache, self.head_size, self.role, is_fp8=self.is_fp8)
-
-
-class BoundLayer(NamedTuple):
-    """A layer with its tensors. Launches of padding neither read nor write its cache."""
-
-    layer: AttentionLayer
-    kv_cache: torch.Tensor
-    sinks: torch.Tensor | None
-    """[num_heads], its logit sinks; None = it has none."""
-
-
 def launch_write(bound: BoundLayer, batches: Batches) -> None:
     """Launch the kernel that writes to a layer's cache, whatever the number of tokens."""
-    layer, kv_cache, _ = bound
-    pages, device = layer.pages(kv_cache), kv_cache.device
-    shape = 1, pages.layout.num_kv_heads, layer.head_size
-    padding = torch.full((1, 1), NO_SLOT, dtype=torch.int64, device=device)
+    layer, device = bound.layer, bound.kv_cache.device
+    padding = torch.full((1,), NO_SLOT, dtype=torch.int64, device=device)
+    shape = 1, bound.pages.layout.num_kv_heads, layer.head_size
     key = torch.zeros(shape, dtype=batches.dtype, device=device)
-    select_ops(kernel_path(device)).kv_cache_write(
-        key, key, pages.k, pages.v, padding, pages.layout, scales=pages.scales
-    )
+    bound.write(padding, key, key)
 
 
 def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
     """Launch each kernel of a layer that may prefill a batch, on queries that see no keys."""
-    layer, kv_cache, sinks = bound
-    pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
-    ops = select_ops(kernel_path(device))
-    choice = partial(
-        choose_launch, pages.layout, pages.layout, dtype, layer.is_fp8, layer.num_heads
-    )
+    layer, layout = bound.layer, bound.pages.layout
+    device, dtype = bound.kv_cache.device, batches.dtype
+    choice = partial(choose_launch, layout, layout, dtype, layer.is_fp8, layer.num_heads)
     for lengths in prefills_of_each(
         choice,
         shortest=2,
@@ -142,36 +112,21 @@ def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
         starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         no_blocks = torch.full((num_reqs, batches.row_width), NO_BLOCK, dtype=torch.int32)
         q = torch.zeros(num_tokens, layer.num_heads, layer.head_size, dtype=dtype, device=device)
-        ops.paged_prefill_attention(
-            q,
-            pages.k,
-            pages.v,
+        rows = PrefillRows(
+            first_token=0,
+            end_token=num_tokens,
             block_table=no_blocks.to(device),
-            query_start_loc=starts.to(device),
             seq_lens=torch.tensor(lengths, dtype=torch.int32).to(device),
-            layout=pages.layout,
-            softmax_scale=layer.softmax_scale,
+            query_start_loc=starts.to(device),
             max_query_len=max(lengths),
-            logits_soft_cap=layer.logits_soft_cap,
-            sinks=sinks,
-            scales=pages.scales,
-            splits=PrefillSplits.allocate(
-                num_tokens=num_tokens,
-                num_reqs=num_reqs,
-                max_query_len=max(lengths),
-                layout=pages.layout,
-                num_q_heads=layer.num_heads,
-                dtype=dtype,
-                is_fp8=layer.is_fp8,
-            ),
+            splits={id(layout): bound.allocate_splits(num_reqs, num_tokens, max(lengths), dtype)},
         )
+        bound.prefill(rows, q, torch.empty_like(q))
 
 
 def launch_every_decode(bound: BoundLayer, batches: Batches) -> None:
     """Launch each kernel of a layer that may decode, on rows of padding."""
-    layer, kv_cache, sinks = bound
-    pages, device, dtype = layer.pages(kv_cache), kv_cache.device, batches.dtype
-    ops = select_ops(kernel_path(device))
+    layer, device, dtype = bound.layer, bound.kv_cache.device, batches.dtype
     most, width = batches.max_num_reqs, batches.row_width
     no_blocks = torch.full((most, width), NO_BLOCK, dtype=torch.int32, device=device)
     no_keys = torch.zeros(most, dtype=torch.int32, device=device)
@@ -181,31 +136,24 @@ def launch_every_decode(bound: BoundLayer, batches: Batches) -> None:
         )
         out = torch.empty_like(q)
         for num_reqs in range(1, most + 1):
-            plan = DecodePlan.allocate(
-                max_reqs=num_reqs,
-                max_keys=width * pages.layout.block_size,
-                layout=pages.layout,
-                num_q_heads=layer.num_heads,
-                dtype=dtype,
+            rows = DecodeRows(
+                num_tokens=num_reqs * query_len,
                 query_len=query_len,
-                is_fp8=layer.is_fp8,
-            )
-            ops.plan_decode_attention(no_keys[:num_reqs], pages.layout, plan)
-            ops.paged_decode_attention(
-                q[: num_reqs * query_len],
-                pages.k,
-                pages.v,
                 block_table=no_blocks[:num_reqs],
                 seq_lens=no_keys[:num_reqs],
-                layout=pages.layout,
-                softmax_scale=layer.softmax_scale,
-                query_len=query_len,
-                logits_soft_cap=layer.logits_soft_cap,
-                sinks=sinks,
-                plan=plan,
-                out=out[: num_reqs * query_len],
-                scales=pages.scales,
+                plans={
+                    id(bound.pages.layout): bound.allocate_plan(num_reqs, query_len, width, dtype)
+                },
             )
+            bound.plan(rows)
+            bound.decode(rows, q[: rows.num_tokens], out[: rows.num_tokens])
+
+
+def launch_all(bound: BoundLayer, batches: Batches) -> None:
+    """Launch every kernel of a layer; neither reads nor writes its cache."""
+    launch_write(bound, batches)
+    launch_every_prefill(bound, batches)
+    launch_every_decode(bound, batches)
 
 
 class _Memory(NamedTuple):
@@ -238,8 +186,12 @@ class AttentionKernels:
     def of(cls, layers: Sequence[BoundLayer], batches: Batches, gpu: DeviceInfo) -> Self:
         """Return the kernels of layers, each with a cache of any number of blocks and sinks."""
         forms = (
-            (layer, _Memory.of(kv_cache[:2]), None if sinks is None else _Memory.of(sinks))
-            for layer, kv_cache, sinks in layers
+            (
+                each.layer,
+                _Memory.of(each.kv_cache[:2]),
+                None if each.sinks is None else _Memory.of(each.sinks),
+            )
+            for each in layers
         )
         return cls(layers=tuple(dict.fromkeys(forms)), batches=batches, gpu=gpu)
 
@@ -254,9 +206,7 @@ class AttentionKernels:
             for layer, kv_cache, sinks in self.layers:
                 empty_sinks = None if sinks is None else sinks.empty(device)
                 bound = BoundLayer(layer, kv_cache.empty(device), empty_sinks)
-                launch_write(bound, self.batches)
-                launch_every_prefill(bound, self.batches)
-                launch_every_decode(bound, self.batches)
+                launch_all(bound, self.batches)
         return recorder
 
 

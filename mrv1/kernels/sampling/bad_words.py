@@ -26,6 +26,7 @@ from functools import lru_cache
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -180,20 +181,15 @@ def apply_bad_words(
     else:
         config = BadWordsConfig.default_for(max_words, max_len)
     _apply_bad_words_kernel[(num_rows, triton.cdiv(max_words, config.tile_words))](
-        logits,
-        logits.stride(0),
-        history.token_ids,
-        history.token_ids.stride(0),
+        *with_strides(logits, 1),
+        *with_strides(history.token_ids, 1),
         history.num_tokens,
         history.prompt_len,
         bad_words.bad_words_match_prompt,
-        bad_words.bad_words,
-        bad_words.bad_words.stride(0),
-        bad_words.bad_word_lens,
-        bad_words.bad_word_lens.stride(0),
+        *with_strides(bad_words.bad_words, 1),
+        *with_strides(bad_words.bad_word_lens, 1),
         bad_words.num_bad_words,
-        draft_token_ids,
-        0 if draft_token_ids is None else draft_token_ids.stride(0),
+        *with_strides(draft_token_ids, 1),
         idx_mapping,
         ahead,
         1 if draft_token_ids is None else num_rows // draft_token_ids.shape[0],

@@ -34,6 +34,7 @@ from typing import NamedTuple
 import torch
 
 from mrv1.device import device_info
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -464,31 +465,23 @@ def edit_logits(
     limited = draft_token_ids is None and capability in LIMITED
     max_stop_tokens, max_bias = history.late_token_ids.shape[1], edits.bias_ids.shape[1]
     _edit_logits_kernel[(num_reqs, config.num_parts(vocab_size))](
-        logits,
-        logits.stride(0),
-        edits.counts,
-        edits.counts.stride(0),
+        *with_strides(logits, 1),
+        *with_strides(edits.counts, 1),
         edits.counted,
-        history.token_ids,
-        history.token_ids.stride(0),
+        *with_strides(history.token_ids, 1),
         history.num_tokens,
         history.prompt_len,
         edits.edits,
-        edits.allowed_mask,
-        edits.allowed_mask.stride(0),
+        *with_strides(edits.allowed_mask, 1),
         history.min_total_tokens,
-        history.late_token_ids,
-        history.late_token_ids.stride(0),
-        edits.bias_ids,
-        edits.bias_ids.stride(0),
-        edits.bias_values,
-        edits.bias_values.stride(0),
+        *with_strides(history.late_token_ids, 1),
+        *with_strides(edits.bias_ids, 1),
+        *with_strides(edits.bias_values, 1),
         edits.num_bias,
         edits.repetition_penalty,
         edits.frequency_penalty,
         edits.presence_penalty,
-        draft_token_ids,
-        0 if draft_token_ids is None else draft_token_ids.stride(0),
+        *with_strides(draft_token_ids, 1),
         idx_mapping,
         ahead,
         num_rows // num_reqs,
@@ -537,10 +530,8 @@ def apply_token_bitmask(
         return
     config = _config(vocab_size, num_masks)
     _apply_token_bitmask_kernel[(num_masks, config.num_parts(vocab_size))](
-        logits,
-        logits.stride(0),
-        bitmask,
-        bitmask.stride(0),
+        *with_strides(logits, 1),
+        *with_strides(bitmask, 1),
         rows,
         vocab_size,
         config.part_tiles,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
+from typing import Any, NamedTuple
+
+import torch
+
+from mrv1.kernels._base.arguments import with_strides
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 
 MAX_GROUPS = 4096
@@ -18,6 +23,11 @@ def group_size(vocab_size: int) -> int:
     while size * MAX_GROUPS < vocab_size:
         size *= 2
     return size
+
+
+def padded_groups(vocab_size: int) -> int:
+    """Return the number of groups of a row, rounded up to a power of two."""
+    return triton.next_power_of_2(triton.cdiv(vocab_size, group_size(vocab_size)))
 
 
 @triton.jit
@@ -103,3 +113,49 @@ def group_sums_kernel(
     output = row * num_groups + group
     tl.store(group_max_ptr + output, maximum, mask=group < num_groups)
     tl.store(group_sum_ptr + output, total, mask=group < num_groups)
+
+
+class GroupSums(NamedTuple):
+    """What ``sum_groups`` has launched, and its results."""
+
+    maxima: torch.Tensor
+    """[rows, groups] float32."""
+    sums: torch.Tensor
+    """[rows, groups] float32."""
+    size: int
+    """Ids in a group."""
+    num_groups: int
+    num_parts: int
+    """Programs of a row."""
+
+
+def sum_groups(
+    logits: torch.Tensor,
+    idx_mapping: torch.Tensor | None,
+    temperature: torch.Tensor | None,
+    tile_groups: int,
+    num_warps: int,
+    **ranked: Any,  # noqa: ANN401 - the kernel's later arguments, without the count of parts
+) -> GroupSums:
+    """Launch ``group_sums_kernel`` with ``tile_groups`` groups of a row in a program."""
+    num_rows, vocab_size = logits.shape
+    size = group_size(vocab_size)
+    num_groups = triton.cdiv(vocab_size, size)
+    num_parts = triton.cdiv(num_groups, tile_groups)
+    maxima, sums = logits.new_empty((2, num_rows, num_groups), dtype=torch.float32)
+    group_sums_kernel[(num_rows * num_parts,)](
+        maxima,
+        sums,
+        *with_strides(logits, 1),
+        idx_mapping,
+        temperature,
+        vocab_size,
+        num_groups,
+        num_parts,
+        GROUP=size,
+        TILE_GROUPS=tile_groups,
+        num_warps=num_warps,
+        **ranked,
+        **overlap_options(logits.device),
+    )
+    return GroupSums(maxima, sums, size, num_groups, num_parts)

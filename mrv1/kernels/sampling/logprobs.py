@@ -23,11 +23,12 @@ from functools import lru_cache, partial
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs
-from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.groups import group_size, padded_groups, sum_groups
 
 _ROUND = tl.constexpr(32)  # best tokens found together, in the same number of groups
 _NO_KEY = tl.constexpr(-(2**63))  # below every key: a token or group that is taken
@@ -208,8 +209,7 @@ class TopLogprobsConfig:
         The first launch is divided like a draw's, 16 elements per thread. Two programs of the
         second launch fit a multiprocessor, so that 256 rows run at once.
         """
-        size = group_size(vocab_size)
-        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        size, num_groups = group_size(vocab_size), padded_groups(vocab_size)
         return cls(
             tile_groups=min(2048 // size, num_groups),
             num_warps=4,
@@ -219,8 +219,7 @@ class TopLogprobsConfig:
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> TopLogprobsConfig:
         """Return the configuration for the interpreter: up to 2^18 ids per program."""
-        size = group_size(vocab_size)
-        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        size, num_groups = group_size(vocab_size), padded_groups(vocab_size)
         return cls(tile_groups=min(num_groups, 2**18 // size), num_warps=1, num_row_warps=1)
 
 
@@ -281,54 +280,41 @@ def top_logprobs(
     )
     if num_rows == 0 or num_tokens + num_top == 0:
         return results
+    config_for = TopLogprobsConfig.default_for
     if INTERPRET:
-        config = TopLogprobsConfig.for_interpreter(vocab_size)
-    else:
-        config = TopLogprobsConfig.default_for(vocab_size)
-    size = group_size(vocab_size)
-    num_groups = triton.cdiv(vocab_size, size)
-    num_parts = triton.cdiv(num_groups, config.tile_groups)
-    group_max, group_sum = empty((2, num_rows, num_groups), dtype=torch.float32)
+        config_for = TopLogprobsConfig.for_interpreter
+    config = config_for(vocab_size)
+    num_parts = triton.cdiv(triton.cdiv(vocab_size, group_size(vocab_size)), config.tile_groups)
     num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
-    group_sums_kernel[(num_rows * num_parts,)](
-        group_max,
-        group_sum,
+    groups = sum_groups(
         logits,
-        logits.stride(0),
         idx_mapping,
         temperature,
-        vocab_size,
-        num_groups,
-        num_parts,
-        GROUP=size,
-        TILE_GROUPS=config.tile_groups,
+        config.tile_groups,
+        config.num_warps,
         SUM_GREEDY=True,
         num_better_ptr=num_better,
         token_ids_ptr=token_ids,
         stride_token_ids_row=token_ids.stride(0),
         num_tokens=num_tokens,
-        num_warps=config.num_warps,
-        **overlap_options(logits.device),
     )
     _top_logprobs_kernel[(num_rows,)](
         *results,
-        group_max,
-        group_sum,
+        groups.maxima,
+        groups.sums,
         num_better,
-        logits,
-        logits.stride(0),
-        token_ids,
-        token_ids.stride(0),
+        *with_strides(logits, 1),
+        *with_strides(token_ids, 1),
         idx_mapping,
         temperature,
         row_num_top,
         num_tokens,
         num_top,
         vocab_size,
-        num_groups,
+        groups.num_groups,
         num_parts,
-        GROUP=size,
-        TILE_GROUPS=triton.next_power_of_2(num_groups),
+        GROUP=groups.size,
+        TILE_GROUPS=padded_groups(vocab_size),
         TILE_PARTS=triton.next_power_of_2(num_parts),
         num_warps=config.num_row_warps,
         **overlap_options(logits.device),

@@ -42,12 +42,13 @@ from typing import Unpack
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import overlap_options
 from mrv1.kernels._base.triton import INTERPRET, triton
 from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.filters import FILTERS, Filters
-from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.groups import group_size, padded_groups, sum_groups
 
 MAX_VOCAB_SIZE = 1 << 24
 """Largest vocabulary; every index within a row fits 32 bits."""
@@ -97,8 +98,7 @@ class SampleTokensConfig:
         Two programs of the second launch fit a multiprocessor, so that 256 rows run at once.
         Beyond 2^20 ids, where 128 registers would spill on some GPUs, the compiler decides.
         """
-        size = group_size(vocab_size)
-        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        size, num_groups = group_size(vocab_size), padded_groups(vocab_size)
         return cls(
             all_groups=num_groups,
             tile_groups=min(max(2048 // size, 1), num_groups),
@@ -109,8 +109,7 @@ class SampleTokensConfig:
     @classmethod
     def for_interpreter(cls, vocab_size: int) -> SampleTokensConfig:
         """Return the configuration for the interpreter: up to 2^16 ids per program."""
-        size = group_size(vocab_size)
-        num_groups = triton.next_power_of_2(triton.cdiv(vocab_size, size))
+        size, num_groups = group_size(vocab_size), padded_groups(vocab_size)
         return cls(
             all_groups=num_groups,
             tile_groups=min(num_groups, 2**16 // size),
@@ -178,38 +177,19 @@ def sample_tokens(
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
+    config_for = SampleTokensConfig.default_for
     if INTERPRET:
-        config = SampleTokensConfig.for_interpreter(vocab_size)
-    else:
-        config = SampleTokensConfig.default_for(vocab_size)
-    size = group_size(vocab_size)
-    num_groups = triton.cdiv(vocab_size, size)
-    num_parts = triton.cdiv(num_groups, config.tile_groups)
-    groups = logits.new_empty((2, num_rows, num_groups), dtype=torch.float32)
+        config_for = SampleTokensConfig.for_interpreter
+    config = config_for(vocab_size)
+    groups = sum_groups(logits, idx_mapping, temperature, config.tile_groups, config.num_warps)
     scratch = None
     if any(value is not None for value in filters.values()):
-        scratch = groups.new_empty(num_rows, config.scratch_size)
-    group_sums_kernel[(num_rows * num_parts,)](
-        groups[0],
-        groups[1],
-        logits,
-        logits.stride(0),
-        idx_mapping,
-        temperature,
-        vocab_size,
-        num_groups,
-        num_parts,
-        GROUP=size,
-        TILE_GROUPS=config.tile_groups,
-        num_warps=config.num_warps,
-        **overlap_options(logits.device),
-    )
+        scratch = groups.sums.new_empty(num_rows, config.scratch_size)
     draw_kernel[(num_rows,)](
         out,
-        logits,
-        logits.stride(0),
-        groups[0],
-        groups[1],
+        *with_strides(logits, 1),
+        groups.maxima,
+        groups.sums,
         scratch,
         config.scratch_size,
         idx_mapping,
@@ -219,9 +199,9 @@ def sample_tokens(
         prompt_len,
         child,
         vocab_size,
-        num_groups,
+        groups.num_groups,
         **{f"{name}_ptr": filters.get(name) for name in FILTERS},
-        GROUP=size,
+        GROUP=groups.size,
         TILE_GROUPS=config.all_groups,
         FEW_GROUPS=config.few_groups,
         LANES=config.lanes,

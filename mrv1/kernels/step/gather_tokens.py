@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -477,30 +478,23 @@ def gather_tokens(
         num_tiles += triton.cdiv(num_rows, config.tile_rows)
     _gather_tokens_kernel[(num_tiles, num_groups)](
         out.input_ids,
-        out.positions,
-        out.positions.stride(0),
-        out.slot_mapping,
-        out.slot_mapping.stride(0),
+        *with_strides(out.positions, 1),
+        *with_strides(out.slot_mapping, 1),
         out.seq_lens,
         out.logits_rows,
-        out.block_table,
-        _row_stride(out.block_table),
+        *with_strides(out.block_table, 1),
         idx_mapping,
         None if query_len is not None else query_start_loc,
         query_len or 0,
-        slots.token_ids,
-        slots.token_ids.stride(0),
+        *with_strides(slots.token_ids, 1),
         slots.num_tokens,
         slots.num_computed_tokens,
         slots.stopped,
-        draft_token_ids,
-        _row_stride(draft_token_ids),
+        *with_strides(draft_token_ids, 1),
         num_draft_tokens,
-        slots.mrope_spans,
-        _row_stride(slots.mrope_spans),
+        *with_strides(slots.mrope_spans, 1),
         slots.num_mrope_spans,
-        tables.block_tables,
-        tables.block_tables.stride(0),
+        *with_strides(tables.block_tables, 1),
         tables.table_offset,
         tables.sink,
         tables.ring_blocks,
@@ -515,10 +509,6 @@ def gather_tokens(
         num_warps=config.num_warps,
         **overlap_options(device),
     )
-
-
-def _row_stride(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
 
 
 def _check_drafts(

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import check_launchable, check_reachable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
@@ -291,7 +292,7 @@ def post_update(
         config = PostUpdateConfig.for_interpreter(num_rows)
     else:
         config = PostUpdateConfig.default_for(num_columns)
-    sequences, lens = slots.stop_sequences, slots.stop_sequence_lens
+    sequences = slots.stop_sequences
     _post_update_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
         out.output,
         out.output.stride(-2),
@@ -299,8 +300,7 @@ def post_update(
         out.ring_slot,
         0 if out.ring_slot is None else out.output.stride(0),
         0 if out.ring_slot is None else out.num_output.stride(0),
-        slots.token_ids,
-        slots.token_ids.stride(0),
+        *with_strides(slots.token_ids, 1),
         slots.num_tokens,
         slots.num_computed_tokens,
         slots.stopped,
@@ -308,15 +308,11 @@ def post_update(
         None if query_len is not None else query_start_loc,
         logits_rows,
         num_sampled,
-        tokens,
-        tokens.stride(0),
+        *with_strides(tokens, 1),
         slots.max_total_tokens,
-        slots.stop_token_ids,
-        slots.stop_token_ids.stride(0),
-        sequences,
-        0 if sequences is None else sequences.stride(0),
-        lens,
-        0 if lens is None else lens.stride(0),
+        *with_strides(slots.stop_token_ids, 1),
+        *with_strides(sequences, 1),
+        *with_strides(slots.stop_sequence_lens, 1),
         slots.num_stop_sequences,
         None if sequences is None else slots.prompt_len,
         None if sequences is None else slots.min_total_tokens,

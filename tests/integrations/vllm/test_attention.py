@@ -27,7 +27,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 from mrv1.errors import ConfigError
-from mrv1.integrations.vllm import attention, attention_backend, attention_kernels
+from mrv1.integrations.vllm import (
+    attention,
+    attention_backend,
+    attention_kernels,
+    attention_layer,
+)
 from mrv1.integrations.vllm.attention_backend import (
     FP8,
     Mrv1AttentionBackend,
@@ -38,12 +43,12 @@ from mrv1.integrations.vllm.attention_backend import (
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionKernels,
     Batches,
-    BoundLayer,
     decode_rows,
     launch_every_decode,
     launch_every_prefill,
     launch_write,
 )
+from mrv1.integrations.vllm.attention_layer import BoundLayer
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
 from mrv1.kernels.registry import Ops
@@ -600,9 +605,9 @@ def test_kernels_are_compiled_from_the_loading_of_weights_and_launched_before_th
 
     monkeypatch.setenv("MRV1_COMPILE_PROCESSES", "3")
     monkeypatch.setattr(attention_kernels, "start_compiling", start)
-    monkeypatch.setattr(attention_backend, "launch_write", write)
-    monkeypatch.setattr(attention_backend, "launch_every_prefill", prefill)
-    monkeypatch.setattr(attention_backend, "launch_every_decode", decode)
+    monkeypatch.setattr(attention_kernels, "launch_write", write)
+    monkeypatch.setattr(attention_kernels, "launch_every_prefill", prefill)
+    monkeypatch.setattr(attention_kernels, "launch_every_decode", decode)
     load()
     assert events == ["start [-1, 20] 12 3"]
     if captures:
@@ -632,9 +637,9 @@ def test_without_a_child_kernels_are_compiled_when_they_are_launched(monkeypatch
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(attention_kernels, "start_compiling", lambda *_: events.append("asked"))
     monkeypatch.setattr(
-        attention_backend, "launch_every_prefill", lambda bound, _: events.append(bound.layer)
+        attention_kernels, "launch_every_prefill", lambda bound, _: events.append(bound.layer)
     )
-    monkeypatch.setattr(attention_backend, "launch_every_decode", lambda *_: None)
+    monkeypatch.setattr(attention_kernels, "launch_every_decode", lambda *_: None)
     load()
     model.step({0: 7})
     assert events == [*(["asked"] if hip is None else []), model.builder._impls[0].layer]
@@ -783,7 +788,7 @@ def test_kernels_serve_any_batch_with_the_buffers_of_a_captured_graph(
 ):
     # Several programs per tile, which the interpreter's device does not ask for.
     allocate = partial(PrefillSplits.allocate, num_splits=2)
-    monkeypatch.setattr(attention_backend, "PrefillSplits", SimpleNamespace(allocate=allocate))
+    monkeypatch.setattr(attention_layer, "PrefillSplits", SimpleNamespace(allocate=allocate))
     model = Model(
         2, 1, 16, 16, (None, 12), is_fp8, seed=4, rtol=2e-3 if is_fp8 else 1e-5,
         soft_cap=3.0, has_sinks=True, sink=5, cudagraph_mode=CUDAGraphMode.FULL,
@@ -802,7 +807,7 @@ def test_kernels_follow_the_plans_of_a_captured_graph(
 ):
     # Several pieces per request, which the interpreter's device does not ask for.
     allocate = partial(DecodePlan.allocate, num_kv_splits=2)
-    monkeypatch.setattr(attention_backend, "DecodePlan", SimpleNamespace(allocate=allocate))
+    monkeypatch.setattr(attention_layer, "DecodePlan", SimpleNamespace(allocate=allocate))
     # The weights of an fp8 cache are rounded to fp16 before the product with V.
     model = Model(
         2, 1, 16, 16, (None, 12), is_fp8, seed=2, rtol=2e-3 if is_fp8 else 1e-5,
@@ -834,8 +839,8 @@ def test_the_first_layer_of_each_window_plans_for_the_others():
         ops.plan_decode_attention(*arguments)
 
     for name, layer in model.layers.items():
-        ops = layer.impl._ops
-        layer.impl._ops = SimpleNamespace(
+        ops = layer.impl.bound.ops
+        layer.impl.bound.ops = SimpleNamespace(
             kv_cache_write=ops.kv_cache_write,
             paged_decode_attention=ops.paged_decode_attention,
             plan_decode_attention=partial(plan, name, ops),

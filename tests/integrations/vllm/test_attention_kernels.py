@@ -14,13 +14,12 @@ import torch
 from mrv1.device import INTERPRET, DeviceInfo
 from mrv1.integrations.vllm.attention_kernels import (
     AttentionKernels,
-    AttentionLayer,
     Batches,
-    BoundLayer,
     launch_every_decode,
     launch_every_prefill,
     launch_write,
 )
+from mrv1.integrations.vllm.attention_layer import AttentionLayer, BoundLayer
 from mrv1.integrations.vllm.attention_pages import content_size
 from mrv1.kernels import HeadRole
 from tests.forks import Forks

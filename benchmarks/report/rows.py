@@ -1,0 +1,102 @@
+"""The rows of tables that the console and the page show, from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.engines.vllm import describe
+from benchmarks.report.plot import cell_label
+
+Rows = list[dict[str, Any]]
+
+
+def variant_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each case and variant of a kernel; targets are ours alone."""
+    return [
+        {
+            **_case(entry),
+            **variant,
+            "kernel": name,
+            "ratio": entry["peer_time_over_ours"].get(name),
+            "target_us": None if name in entry["peer_time_over_ours"] else entry.get("target_us"),
+        }
+        for entry in result["results"]
+        for name, variant in entry["variants"].items()
+    ]
+
+
+def own_rows(result: dict[str, Any], name: str) -> Rows:
+    """Return a row for each case of a kernel: what is known of the case, and of one variant."""
+    return [{**_case(entry), **entry["variants"][name]} for entry in result["results"]]
+
+
+def _case(entry: dict[str, Any]) -> dict[str, Any]:
+    return {**entry, "cell": cell_label(entry)} if "context" in entry else entry
+
+
+def host_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each batch, and for each number of requests that wait."""
+    return [
+        *(entry | {"waiting": "none"} for entry in result["results"]),
+        *(entry | {"waiting": f"{entry['waiting']:,}"} for entry in result["waiting"]),
+    ]
+
+
+def serving_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each engine; of one that failed, why."""
+    return [
+        {"engine": name, "first_tokens": _said(measured), **(measured["figures"] or {})}
+        for name, measured in result["results"].items()
+    ]
+
+
+def mode_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each mode of vLLM; of one that failed, why."""
+    return [
+        {"mode": name, "start_s": mode["start_s"], "first_tokens": _said(mode)}
+        for name, mode in result["modes"].items()
+    ]
+
+
+def _said(measured: dict[str, Any]) -> str | None:
+    if measured["error"] is not None:
+        return f"failed: {measured['error']}"
+    agreed = measured.get("agreement")
+    return agreed and describe(agreed)
+
+
+def cell_rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each cell and mode of vLLM."""
+    for cell in result["results"]:
+        num_tokens = cell["batch"] * result["conditions"]["output_tokens"]
+        for name, mode in cell["modes"].items():
+            rates = [num_tokens / sample["whole_s"] for sample in mode["samples"]]
+            yield {
+                **mode,
+                "cell": f"{cell['batch']} x {cell['prompt_tokens']:,}",
+                "mode": name,
+                "slowest": min(rates),
+                "fastest": max(rates),
+            }
+
+
+def capacity_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each cache."""
+    return [
+        entry | {"bytes_of_request": sum(entry["request_bytes"])} for entry in result["results"]
+    ]
+
+
+def headwise_rows(result: dict[str, Any]) -> Rows:
+    """Return a row for each cache, with the 95% intervals of the times saved in words."""
+    times = ("first_token", "between_tokens")
+    return [
+        entry | {f"{time}_less": _less(entry.get(f"{time}_saving")) for time in times}
+        for entry in result["results"]
+    ]
+
+
+def _less(saving: dict[str, float] | None) -> str:
+    """Return an interval; nothing for the first cache, for one run, and in an older file."""
+    return "" if saving is None else f", {saving['low']:.1%} to {saving['high']:.1%} less"

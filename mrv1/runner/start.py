@@ -1,0 +1,179 @@
+"""A runner's start: its parts, built so that an error that can be known early fails early."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from mrv1.config import EngineConfig, dtype_name, resolve_max_model_len
+from mrv1.device import Conversion, device_info, kernel_path, resolve_dtype
+from mrv1.errors import ConfigError
+from mrv1.headwise import HeadPolicy
+from mrv1.kernels.cache.formats import FORMATS
+from mrv1.kernels.registry import select_ops
+from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
+from mrv1.runner.compile_ahead import KernelSet, compiled_beside
+from mrv1.runner.debug import synced
+from mrv1.runner.device_memory import within_memory
+from mrv1.runner.device_step import DeviceStep
+from mrv1.runner.features import FeatureBuffer
+from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
+from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
+from mrv1.runner.profile import blocks_of_groups, warm_up
+from mrv1.runner.report import StartClock
+from mrv1.runner.slot_state import field_starts
+from mrv1.sampler import LogitsProcessors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerParts:
+    """What a runner consists of, but for its KV cache."""
+
+    config: EngineConfig
+    """As configured, with the checkpoint's directory."""
+    head_policy: HeadPolicy
+    """Which tokens each KV head of the model sees."""
+    step: DeviceStep
+    """The step on the device, with the model and this rank's head groups."""
+    streaming_demand: StreamingDemand
+    conversion: Conversion | None
+    """How the GPU converts the cache's codes; None = the cache has none."""
+
+
+def build_parts(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    model: DecoderModel | None,
+    head_policy: HeadPolicy | None,
+    processors: LogitsProcessors,
+    parallel: ParallelContext,
+    clock: StartClock,
+    progress: bool,
+) -> RunnerParts:
+    """Build everything but the KV cache, with ``device`` as the current device.
+
+    For arguments and errors see ``ModelRunner``.
+    """
+    if parallel.size != config.tensor_parallel_size or (parallel.size > 1 and model is not None):
+        raise ConfigError(
+            "tensor_parallel_size: expected a ParallelContext of as many ranks and no model "
+            f"of the caller's own with {config.tensor_parallel_size}, got {parallel.size} "
+            f"ranks and {'no' if model is None else 'a'} model"
+        )
+    codes = FORMATS.get(config.kv_cache_dtype)
+    conversion = codes and codes.conversion(device)  # fails before anything loads
+    if model is None:  # once: the directory of a Hugging Face id may change between two calls
+        checkpoint = Checkpoint.open(config.model, progress=progress)
+        config = replace(config, model=str(checkpoint.path))
+    ops = select_ops(kernel_path(device))
+    if config.debug_sync:
+        ops = synced(ops, device)
+    # Small files come before the weights: an error in one fails at once, not minutes later.
+    model_config = (
+        ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
+        if model is None
+        else model.config
+    )
+    parallel.shard(model_config)  # a model that cannot be divided fails here
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
+    policy = resolve_policy(config, model_config, head_policy, is_checkpoint=model is None)
+    groups = resolve_head_groups(config, policy, max_model_len)
+    groups = groups.slice(parallel.rank, parallel.size)
+    head_scales = None
+    if config.kv_scale == "head":
+        head_scales = Checkpoint.open(config.model).kv_scales(
+            model_config.num_layers,
+            model_config.num_kv_heads,
+            has_vision=model_config.vision is not None,
+        )
+        own_heads = (*head_scales.shape[:2], groups.policy.num_kv_heads)
+        head_scales = head_scales[parallel.part(head_scales.shape, own_heads)]
+    dtype = (
+        resolve_dtype(dtype_name(config.dtype), model_config.torch_dtype, device)
+        if model is None
+        else model.dtype
+    )
+    # Sizes that can be known to be too large are refused before weights load.
+    fields = DeviceStep.fields(config, model_config, groups, max_model_len)
+    field_starts(config.max_num_seqs, fields)
+    FeatureBuffer.rows_of(config, model_config, dtype)
+    kernels = KernelSet(
+        config=config,
+        model_config=model_config,
+        head_policy=policy,
+        dtype=dtype,
+        gpu=device_info(device),
+    )
+    with _compiled(kernels, progress=progress):
+        model = model or load_model(
+            config.model,
+            device=device,
+            dtype=dtype,
+            ops=ops,
+            progress=progress,
+            parallel=parallel,
+            deterministic=config.deterministic,
+        )
+        clock.lap("weights")
+    clock.lap("kernels")
+    if model.deterministic != config.deterministic:
+        raise ConfigError(
+            f"model: expected one with deterministic={config.deterministic}, as configured"
+        )
+    with within_memory("max_num_seqs", "the state of requests", device):
+        step = DeviceStep(
+            config,
+            model,
+            ops,
+            CacheSpec.of(config, model),
+            groups,
+            max_model_len,
+            head_scales=head_scales,
+            processors=processors,
+        )
+    return RunnerParts(
+        config=config,
+        head_policy=policy,
+        step=step,
+        streaming_demand=StreamingDemand(config, max_model_len),
+        conversion=conversion,
+    )
+
+
+def _compiled(kernels: KernelSet, *, progress: bool) -> AbstractContextManager[None]:
+    """Return a context in which weights load; at its end the kernels are compiled."""
+    is_triton = kernel_path(kernels.gpu.device) == "triton"
+    if not is_triton or kernels.config.attention_backend != "triton" or torch.version.hip:
+        return nullcontext()  # FlashInfer compiles its own; a stand-in is an NVIDIA GPU
+    return compiled_beside(kernels, progress=progress)
+
+
+def allocate_cache(
+    parts: RunnerParts,
+    num_kv_blocks: int | None,
+    *,
+    parallel: ParallelContext,
+    clock: StartClock,
+    progress: bool,
+) -> None:
+    """Allocate the KV cache of a step, capture its graphs and compile its kernels.
+
+    For arguments and errors see ``ModelRunner.allocate_kv_cache``.
+    """
+    step, demand = parts.step, parts.streaming_demand
+    with within_memory("max_num_batched_tokens", "the largest step", step.device):
+        num_blocks = (
+            blocks_of_groups(step, demand)
+            if num_kv_blocks is None
+            else demand.divide(step.head_groups, num_kv_blocks)
+        )
+        step.kv_cache = step.new_kv_cache(parallel.least(num_blocks))
+        clock.lap("memory")
+        step.capture(progress=progress)
+        clock.lap("graphs")
+        if step.device.type == "cuda" and step.config.attention_backend == "triton":
+            warm_up(step)
+            clock.lap("warm-up")
