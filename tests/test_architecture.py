@@ -549,8 +549,6 @@ RULES: list[Rule] = [
 ]
 NOT_YET = {
     (no_private_name_across_files, "engine.async_llm"),
-    (no_private_name_across_files, "kernels.attention.prefill.hopper_fp8"),
-    (no_private_name_across_files, "kernels.attention.prefill.hopper_queue"),
     (no_long_class, "engine.core"),
     (no_long_class, "engine.llm"),
     (no_long_class, "engine.scheduler"),

@@ -62,7 +62,6 @@ def cases(target: Target) -> list[AotCase]:
         ),
         *_fp8_cases(target),
         *(_warp_group_cases() if target.capability == (9, 0) else ()),
-        *(_warp_group_fp8_cases() if target.capability == (9, 0) else ()),
         *(
             _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=cap, sinks=sinks)
             for fp8 in (NO_FP8, _fp8(target, "token"))
@@ -274,32 +273,45 @@ def _prefill(
 
 
 def _warp_group_cases() -> list[AotCase]:
-    """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue."""
-    from mrv1.kernels.attention.prefill import hopper, hopper_queue
+    """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue.
+
+    Of e4m3 codes, scales of every granularity take the same code.
+    """
+    from mrv1.kernels.attention.prefill import hopper, hopper_fp8, hopper_queue
 
     def case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
-        splits: bool = False, some_heads: bool = False,
+        splits: bool = False, some_heads: bool = False, fp8: bool = False,
     ) -> AotCase:  # fmt: skip
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
-        pages = _page_boxes(dtype, block_size, head_dim)
+        pages = _page_boxes(torch.float8_e4m3fn if fp8 else dtype, block_size, head_dim)
+        address = pointer(torch.int64)
         shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
+        tile = _tile(head_dim)
+        if fp8:
+            tile["TILE_TOKENS"], tile["STAGES"] = hopper_fp8.TILE
+        parked_bytes = 24 if splits and head_dim > 128 else 0  # over the loops
         return AotCase(
-            name=_warp_group_name("prefill-hopper", dtype, block_size, head_dim, group)
+            name=_warp_group_name(
+                "prefill-hopper" + "-fp8" * fp8, dtype, block_size, head_dim, group
+            )
             + "-some_heads" * some_heads
             + "-splits" * splits,
             kernel=hopper._prefill_hopper_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
-                rows, 4096, 128, pages, pages, lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
+                rows, 4096, 128, pages, pages,
+                *((scratch, scratch, address, address, 1) if fp8 else (None, None, None, None, 0)),
+                NUM_KV_HEADS, lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
-                pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
+                address, address, lengths, 0.1,
             ),
             constexprs={
-                **_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size,
+                **tile, "GROUP": group, "BLOCK_SIZE": block_size,
                 "MIN_TILES": hopper.MIN_SHARED_TILES,
             },
-            parked_bytes=24 if splits and head_dim > 128 else 0,  # over the loops
+            # The loop over tiles of codes does not need some addresses.
+            parked_bytes=96 if fp8 else parked_bytes,
         )  # fmt: skip
 
     def queue_case(
@@ -342,14 +354,16 @@ def _warp_group_cases() -> list[AotCase]:
     shared += [
         case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
     ]
-    return [*sizes, *shared, *queue]
+    codes = [case(torch.bfloat16, block_size, fp8=True) for block_size in (16, 128)]
+    codes += [case(dtype, 16, splits=True, fp8=True) for dtype in (torch.bfloat16, torch.float16)]
+    codes.append(case(torch.bfloat16, 16, splits=True, some_heads=True, fp8=True))
+    return [*sizes, *shared, *queue, *codes]
 
 
 def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
-    from mrv1.kernels.attention.prefill import hopper
+    from mrv1.kernels.attention.prefill.warp_groups import describe
 
-    cache = torch.empty(4 * block_size, head_dim, dtype=dtype)
-    return hopper.describe(cache, block_size, head_dim)
+    return describe(torch.empty(4 * block_size, head_dim, dtype=dtype), block_size, head_dim)
 
 
 def _tile(head_dim: int) -> dict[str, int]:
@@ -362,41 +376,3 @@ def _warp_group_name(
 ) -> str:
     name = f"{kernel}-{str(dtype).removeprefix('torch.')}-{block_size}"
     return name + f"-dim{head_dim}" * (head_dim != 128) + f"-group{group}" * (group != 4)
-
-
-def _warp_group_fp8_cases() -> list[AotCase]:
-    """The same from caches of e4m3 codes; scales of every granularity take the same code."""
-    from mrv1.kernels.attention.prefill import hopper_fp8
-
-    def case(
-        dtype: torch.dtype, block_size: int, *, splits: bool = False, some_heads: bool = False
-    ) -> AotCase:
-        rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
-        codes = torch.empty(4 * block_size, hopper_fp8.DIM.value, dtype=torch.uint8)
-        pages = hopper_fp8.describe(codes, block_size)
-        address = pointer(torch.int64)
-        shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
-        return AotCase(
-            name=f"prefill-hopper-fp8-{str(dtype).removeprefix('torch.')}-{block_size}"
-            + "-some_heads" * some_heads
-            + "-splits" * splits,
-            kernel=hopper_fp8._prefill_hopper_fp8_kernel,
-            args=(
-                rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
-                rows, 4096, 128, pages, pages, scratch, scratch, address, address, 1,
-                lengths, 512, lengths, lengths, 8, NUM_KV_HEADS,
-                *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
-                address, address, lengths, 0.1,
-            ),
-            constexprs={
-                "GROUP": 4, "BLOCK_SIZE": block_size,
-                "TILE_TOKENS": hopper_fp8.TILE_TOKENS,
-                "MIN_TILES": hopper_fp8.MIN_SHARED_TILES,
-            },
-            parked_bytes=96,  # addresses that the loop over tiles does not need
-        )  # fmt: skip
-
-    sizes = [case(torch.bfloat16, block_size) for block_size in (16, 128)]
-    shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
-    shared.append(case(torch.bfloat16, 16, splits=True, some_heads=True))
-    return [*sizes, *shared]

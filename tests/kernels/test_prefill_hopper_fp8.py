@@ -53,9 +53,9 @@ def _always():
 @pytest.fixture
 def _any_share(monkeypatch):
     """Let a program that shares a tile take as little as one step."""
-    from mrv1.kernels.attention.prefill import hopper_fp8
+    from mrv1.kernels.attention.prefill import hopper
 
-    monkeypatch.setattr(hopper_fp8, "MIN_SHARED_TILES", 1)
+    monkeypatch.setattr(hopper, "MIN_SHARED_TILES", 1)
 
 
 def _fits(case, q, splits=None):

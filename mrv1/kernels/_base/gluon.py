@@ -6,6 +6,8 @@ Triton's interpreter does not run it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from mrv1.kernels._base import triton as triton  # settles how the process runs kernels
 
 from triton.experimental import gluon  # isort: skip
@@ -18,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
+from triton.language.core import _aggregate, base_value  # isort: skip
 
 # 3.6 has the older one of each two names.
 copy_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -39,8 +42,30 @@ else:
         return smem._reinterpret(desc.dtype, shape, desc.layout)
 
 
+def aggregate(cls: type) -> Any:  # noqa: ANN401 - a value of kernels, of which mypy knows nothing
+    """Make a value of kernels out of a class of annotated fields and ``gluon.jit`` methods.
+
+    Kernels build it with its fields' values in order: tensors, pointers, shared memory, constants,
+    None and aggregates. Assigned to a name, an aggregate keeps its constants, unlike a tuple. Its
+    fields never change. Triton 3.6 and 3.7 want a constructor written out for every class, and
+    fields' types that are evaluated; a rewritten order of fields must reach the calls, or their
+    cache of compiled kernels does not see it.
+    """
+    names = tuple(cls.__annotations__)
+
+    def init(self: Any, *values: Any) -> None:  # noqa: ANN401
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value if isinstance(value, base_value) else gl.constexpr(value))
+
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]  # cache keys leave it out
+    cls.__init__ = init  # type: ignore[misc]
+    cls.__annotations__ = dict.fromkeys(names, base_value)
+    return _aggregate(cls)
+
+
 __all__ = [
     "TensorDescriptor",
+    "aggregate",
     "copy_box",
     "fence_async_shared",
     "gl",

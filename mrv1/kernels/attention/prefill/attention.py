@@ -28,7 +28,7 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -62,6 +62,7 @@ from mrv1.kernels.attention.online_softmax import (
     soft_capped,
     store_out,
 )
+from mrv1.kernels.attention.prefill.call import PrefillCall
 from mrv1.kernels.attention.prefill.choice import (
     ANY_QUERY_LEN,
     PrefillSplits,
@@ -702,17 +703,17 @@ def paged_prefill_attention(
         q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
     ):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
-        from mrv1.kernels.attention.prefill import hopper, hopper_fp8, hopper_queue
+        from mrv1.kernels.attention.prefill import hopper, hopper_queue
 
-        arguments = (q, k_cache, v_cache, table, query_start_loc, seq_lens, layout)
-        options: dict[str, Any] = {"softmax_scale": softmax_scale, "out": out, "lse": lse}
-        shared = splits if num_sharing else None
-        if scales is not None:
-            hopper_fp8.launch(*arguments, scales=scales, splits=shared, **options)
-        elif splits is not None and takes_turns(q, splits):
-            hopper_queue.launch(*arguments, splits=splits, **options)
+        call = PrefillCall(
+            q=q, k_cache=k_cache, v_cache=v_cache, block_table=table,
+            query_start_loc=query_start_loc, seq_lens=seq_lens, layout=layout,
+            softmax_scale=softmax_scale, out=out, lse=lse,
+        )  # fmt: skip
+        if scales is None and splits is not None and takes_turns(q, splits):
+            hopper_queue.launch(call, splits)
         else:
-            hopper.launch(*arguments, splits=shared, **options)
+            hopper.launch(call, splits if num_sharing else None, scales)
         if not layout.has_window:
             return out
         heads, num_heads = layout.streaming_heads, len(layout.streaming_heads)

@@ -1,0 +1,484 @@
+"""The frame of the Hopper (sm_90) kernels of prefill attention: warp groups and their channels.
+
+A program computes a tile of 128 (query, query head) rows of one KV head with groups of warps that
+have tasks of their own, and signal each other through barriers in shared memory::
+
+    producer, 1 warp       bulk copies (TMA) of the next tiles' pages
+    consumer 0, 4 warps    rows 0 to 63: scores, softmax, weights times V
+    consumer 1, 4 warps    rows 64 to 127, on the same keys
+
+While one consumer computes its softmax, the other one multiplies. Keys go from the last tile to
+the first, so that the masked tiles come first and the loop over the others has no mask.
+
+Here is what the kernels share: a ``Channel`` of tiles between groups, the ``Pages`` of a request,
+the ``QueryTile`` of a program, and the ``Consumer``. A kernel adds the order of tiles (``hopper``:
+one a program; ``hopper_queue``: from a queue), and ``hopper_fp8`` a group that widens codes.
+
+Gluon, not Triton: Triton 3.6 to 3.9 has no way to say which warps copy and which multiply, and
+its own pipelining keeps the two products of a step and the softmax in one order.
+
+Source: FlashAttention-3 (arXiv:2407.08608) for the division among warp groups; Triton's Gluon
+example of attention for channels as aggregates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.gluon import (
+    TensorDescriptor,
+    aggregate,
+    as_boxes,
+    copy_box,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from mrv1.kernels.attention.prefill.choice import WARP_GROUP_ROWS
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+ROWS = gl.constexpr(WARP_GROUP_ROWS)
+"""(query, query head) rows of a program: 64 for each consumer."""
+CONSUMER_REGISTERS = gl.constexpr(232)
+"""Registers of a consumer's thread: accumulators of scores and output, and weights."""
+PRODUCER_REGISTERS = gl.constexpr(40)
+"""The rest of a multiprocessor's. With 24, the pages' rows spill for blocks of 16 tokens."""
+SCAN_REQS = gl.constexpr(128)
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.constexpr_function
+def rows_layout(dim):
+    """Return the layout of whole rows, 16 bytes a lane."""
+    return gl.BlockedLayout([1, 8], [256 // dim, dim // 8], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Return the layout of a consumer's product of so many columns."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def find_request(
+    query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: gl.constexpr, LAYOUT: gl.constexpr = VECTOR
+):
+    """Return the last request whose first tile does not come after ``tile``."""
+    req = -1
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + gl.arange(0, SCAN_REQS, layout=LAYOUT)
+        in_batch = other < num_reqs
+        query_start = gl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
+        begun = in_batch & (query_start // TILE_QUERIES + other <= tile)
+        req += gl.sum(begun.to(gl.int32), axis=0)
+    return req
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Return barriers that so many arrivals complete; a fence must follow."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(index), count=ARRIVALS)
+    return barriers
+
+
+@aggregate
+class Channel:
+    """Tiles in shared memory that one group of warps fills in turns, and others read.
+
+    The ``at``-th tile of a program is in stage ``at % STAGES``. Who fills it waits until it is
+    free, that is until all readers of the tile before in its stage have released that.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def tile(self, at):
+        """Return the memory of a tile."""
+        return self.tiles.index(at % self.tiles.shape[0])
+
+    @gluon.jit
+    def wait_filled(self, at):
+        """Wait until a tile has arrived."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        mbarrier.wait(self.filled.index(at % STAGES), (at // STAGES) & 1)
+
+    @gluon.jit
+    def wait_free(self, at):
+        """Wait until a tile may be written."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        mbarrier.wait(self.free.index(at % STAGES), ((at // STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, at):
+        """Say that this group has read a tile."""
+        mbarrier.arrive(self.free.index(at % self.tiles.shape[0]), count=1)
+
+    @gluon.jit
+    def fill(self, at):
+        """Say that a tile, which this group has stored, has arrived."""
+        mbarrier.arrive(self.filled.index(at % self.tiles.shape[0]), count=1)
+
+    @gluon.jit
+    def copy(self, desc, rows, at):
+        """Begin to copy the pages at ``rows`` of a cache to a tile, once it is free."""
+        TILE_TOKENS: gl.constexpr = self.tiles.shape[1]
+        PAGES: gl.constexpr = TILE_TOKENS // desc.block_shape[0]
+        BOX_DIM: gl.constexpr = desc.block_shape[1]
+        PARTS: gl.constexpr = self.tiles.shape[2] // BOX_DIM
+        BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
+        filled = self.filled.index(at % self.tiles.shape[0])
+        boxes = as_boxes(self.tile(at), desc, PARTS * PAGES)
+        self.wait_free(at)
+        mbarrier.expect(filled, TILE_TOKENS * PARTS * BOX_DIM * BYTES)
+        for page in gl.static_range(PAGES):
+            for part in gl.static_range(PARTS):
+                box = boxes.index(part * PAGES + page)
+                copy_box(desc, [rows[page], part * BOX_DIM], filled, box)
+
+
+@gluon.jit
+def make_channel(
+    dtype: gl.constexpr, layout: gl.constexpr, STAGES: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    DIM: gl.constexpr, READERS: gl.constexpr,
+):  # fmt: skip
+    """Return a channel of ``STAGES`` tiles [TILE_TOKENS, DIM]; a fence must follow."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_TOKENS, DIM], layout)
+    return Channel(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+
+
+@aggregate
+class Pages:
+    """Where a request's pages of one head are in the caches."""
+
+    table_row_ptr: gl.tensor  # of the head's columns
+    last_column: gl.tensor  # with a page that some row sees
+    head_row: gl.tensor  # of the caches' rows of one head's elements
+    block_rows: gl.tensor
+    BLOCK_SIZE: gl.constexpr
+
+    @gluon.jit
+    def rows(self, tile, TILE_TOKENS: gl.constexpr):
+        """Return the first row of each page of a tile."""
+        PAGES: gl.constexpr = TILE_TOKENS // self.BLOCK_SIZE
+        rows = ()
+        for page in gl.static_range(PAGES):
+            # Past the last column any page will do: its keys are masked, its values cleared.
+            column = gl.minimum(tile * PAGES + page, self.last_column)
+            block = gl.load(self.table_row_ptr + column)
+            # No page: a row before the first one, for which the copy writes zeros.
+            row = gl.where(block < 0, -self.BLOCK_SIZE, self.head_row + block * self.block_rows)
+            rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
+        return rows
+
+    @gluon.jit
+    def have_gaps(self, first_column, SCAN_BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return whether a page is missing from ``first_column`` on."""
+        lowest = gl.full([SCAN_BLOCKS], 0, gl.int32, LAYOUT)
+        for first in range(first_column, self.last_column + 1, SCAN_BLOCKS):
+            column = first + gl.arange(0, SCAN_BLOCKS, layout=LAYOUT)
+            in_row = column <= self.last_column
+            lowest = gl.minimum(lowest, gl.load(self.table_row_ptr + column, mask=in_row, other=0))
+        return gl.min(lowest, axis=0) < 0
+
+
+@aggregate
+class QueryTile:
+    """The rows of a program: queries of one request, with the query heads of one KV head."""
+
+    query_start: gl.tensor  # the request's first token
+    first_query: gl.tensor
+    end_query: gl.tensor
+    context_len: gl.tensor  # keys before the request's first query
+    head: gl.tensor
+    GROUP: gl.constexpr  # query heads per KV head
+
+    @gluon.jit
+    def places(self, first_row, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return (token, query head, whether there is such a query) of ``COUNT`` rows."""
+        row = first_row + gl.arange(0, COUNT, layout=LAYOUT)
+        query = self.first_query + row // self.GROUP
+        token = (self.query_start + query).to(gl.int64)
+        q_head = (self.head * self.GROUP + row % self.GROUP).to(gl.int64)
+        return token, q_head, query < self.end_query
+
+    @gluon.jit
+    def positions(self, PART: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return the positions of a consumer's rows, the last query's for rows after it."""
+        row = PART * 64 + gl.arange(0, 64, layout=LAYOUT)
+        query = gl.minimum(self.first_query + row // self.GROUP, self.end_query - 1)
+        return self.context_len + query
+
+    @gluon.jit
+    def num_inner(self, TILE_TOKENS: gl.constexpr):
+        """Return how many of the request's tiles of keys every row sees whole."""
+        return (self.context_len + self.first_query + 1) // TILE_TOKENS
+
+
+@aggregate
+class Matrix:
+    """[num_tokens, q_heads, DIM] in global memory, unit last stride."""
+
+    ptr: gl.tensor  # or None
+    stride_token: gl.tensor
+    stride_head: gl.tensor
+
+    @gluon.jit
+    def at(self, token, q_head):
+        """Return the offset of a token's row, in elements."""
+        return token * self.stride_token + q_head * self.stride_head
+
+    @gluon.jit
+    def load(self, tile, PART: gl.constexpr, DIM: gl.constexpr):
+        """Return a consumer's rows of a tile, 0 where there is no query."""
+        LAYOUT: gl.constexpr = rows_layout(DIM)
+        token, q_head, exists = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
+        offset = self.at(token, q_head)[:, None]
+        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+        return gl.load(self.ptr + offset + dim[None, :], mask=exists[:, None], other=0.0)
+
+    @gluon.jit
+    def store(self, value, places):
+        """Store rows."""
+        token, q_head, exists = places
+        offset = self.at(token, q_head)[:, None]
+        dim = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+        value = value.to(self.ptr.dtype.element_ty)
+        gl.store(self.ptr + offset + dim[None, :], value, mask=exists[:, None])
+
+    @gluon.jit
+    def store_vector(self, value, places):
+        """Store a number for each row, if there is a pointer."""
+        if self.ptr is not None:
+            token, q_head, exists = places
+            gl.store(self.ptr + self.at(token, q_head), value, mask=exists)
+
+
+@aggregate
+class Outputs:
+    """Where a program's rows go: to the output, or to the partial results of one of its splits."""
+
+    out: Matrix
+    lse: Matrix
+    states_ptr: gl.tensor  # of all programs, or None: there are no splits
+    states_lse_ptr: gl.tensor
+    first_state: gl.tensor  # this split's; negative = the program writes the output
+    num_q_heads: gl.tensor
+
+    @gluon.jit
+    def store(self, value, lse, tile, PART: gl.constexpr, staged):
+        """Store a consumer's rows; by way of ``staged``, 16-bit shared memory, or directly."""
+        DIM: gl.constexpr = value.shape[1]
+        LAYOUT: gl.constexpr = value.type.layout
+        NUMBERS: gl.constexpr = lse.type.layout
+        numbers = tile.places(PART * 64, 64, NUMBERS)
+        rows = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
+        is_whole = True
+        if self.states_ptr is not None:
+            is_whole = self.first_state < 0
+            if self.first_state >= 0:
+                state = self.first_state + numbers[0] * self.num_q_heads + numbers[1]
+                gl.store(self.states_lse_ptr + state, lse, mask=numbers[2])
+                state = self.first_state + rows[0] * self.num_q_heads + rows[1]
+                dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+                offset = state[:, None] * DIM
+                gl.store(self.states_ptr + offset + dim[None, :], value, mask=rows[2][:, None])
+        if is_whole:
+            self.lse.store_vector(lse, numbers)
+            if staged is None:
+                self.out.store(value, rows)
+            else:  # for stores of 16 bytes
+                WHOLE: gl.constexpr = rows_layout(DIM)
+                dtype: gl.constexpr = self.out.ptr.dtype.element_ty
+                staged.store(value.to(dtype).to(staged.dtype, bitcast=True))
+                whole = staged.load(WHOLE).to(dtype, bitcast=True)
+                self.out.store(whole, tile.places(PART * 64, 64, gl.SliceLayout(1, WHOLE)))
+
+
+@aggregate
+class PlainKeys:
+    """How products of 16-bit queries and keys become weights."""
+
+    pages: Pages
+    scale: gl.tensor  # softmax_scale * log2(e)
+    has_gaps: gl.tensor
+
+    @gluon.jit
+    def weigh(self, scores, top, total, at, tile, visible_keys, MASKED: gl.constexpr):
+        """Return (weights, top, total, rescale); a row sees ``visible_keys`` of the tile."""
+        KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        TILE_TOKENS: gl.constexpr = scores.shape[1]
+        if MASKED:  # the compiler knows this condition, the program the next one
+            if self.has_gaps:
+                key = tile * TILE_TOKENS + gl.arange(0, TILE_TOKENS, layout=KEYS)
+                column = gl.minimum(key // self.pages.BLOCK_SIZE, self.pages.last_column)
+                has_page = gl.load(self.pages.table_row_ptr + column) >= 0
+                scores = gl.where(has_page[None, :], scores, float("-inf"))
+            key = gl.arange(0, TILE_TOKENS, layout=KEYS)
+            scores = gl.where(key[None, :] < visible_keys[:, None], scores, float("-inf"))
+        new_top = gl.maximum(top, gl.max(scores, 1) * self.scale)
+        shift = new_top
+        if MASKED:
+            shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
+        weights = gl.exp2(scores * self.scale - shift[:, None])
+        rescale = gl.exp2(top - shift)
+        return weights, new_top, total * rescale + gl.sum(weights, 1), rescale
+
+
+@gluon.jit
+def clear_rows(values, first, num_live):
+    """Clear values from the ``num_live``-th of a tile on, whose ``first`` is the first here.
+
+    They may be NaN, and 0 * NaN is NaN.
+    """
+    LAYOUT: gl.constexpr = rows_layout(values.shape[1])
+    key = first + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    value = values.load(LAYOUT)
+    values.store(gl.where((key < num_live)[:, None], value, gl.zeros_like(value)))
+
+
+@aggregate
+class Buffers:
+    """What the groups of warps have in shared memory."""
+
+    queries: Channel  # [2, 64, DIM]; with barriers if further tiles of queries follow
+    keys: Channel
+    values: Channel
+    cleared: gl.shared_memory_descriptor  # barrier, if consumers have to clear values, or None
+
+
+@aggregate
+class Consumer:
+    """Four warps that attend from 64 rows to tiles of keys, from the last one to the first."""
+
+    PART: gl.constexpr  # which rows: from 64 * PART on
+    buffers: Buffers
+    scores: PlainKeys  # or others whose ``weigh`` turns products into weights
+
+    @gluon.jit
+    def multiply(self, at):
+        """Begin the product of the queries with a tile of keys."""
+        TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
+        zeros = gl.zeros([64, TILE_TOKENS], gl.float32, product_layout(TILE_TOKENS))
+        queries = self.buffers.queries.tile(self.PART)
+        keys = self.buffers.keys.tile(at).permute((1, 0))
+        return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def step(self, weights, acc, top, total, at, tile, position, MASKED: gl.constexpr):
+        """Multiply this tile's keys beside the previous tile's values; return the new weights."""
+        CLEARS: gl.constexpr = self.buffers.cleared is not None
+        OUT_LAYOUT: gl.constexpr = product_layout(self.buffers.keys.tiles.shape[2])
+        values = self.buffers.values
+        self.buffers.keys.wait_filled(at)
+        scores = self.multiply(at)
+        if not CLEARS:
+            values.wait_filled(at - 1)
+        acc = warpgroup_mma(weights, values.tile(at - 1), acc, is_async=True)
+        visible_keys = position + 1 - tile * self.buffers.keys.tiles.shape[1]
+        # Operands of the wait, or ptxas moves their computation behind it.
+        if MASKED:
+            scores, visible_keys = warpgroup_mma_wait(1, deps=(scores, visible_keys))
+        else:
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+        self.buffers.keys.release(at)
+        exact, top, total, rescale = self.scores.weigh(
+            scores, top, total, at, tile, visible_keys, MASKED
+        )
+        if CLEARS:  # the first values were waited for before the loops
+            # Its loop keeps ptxas from moving the softmax behind the wait for the product.
+            values.wait_filled(at)
+        exact = exact.to(self.buffers.queries.tiles.dtype)
+        weights = gl.convert_layout(exact, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+        acc, weights, total = warpgroup_mma_wait(0, deps=(acc, weights, total))
+        values.release(at - 1)
+        rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))
+        return weights, acc * rescale[:, None], top, total
+
+    @gluon.jit
+    def attend(
+        self, tile, first_at, last_tile, num_masked, num_tiles, num_live, num_clears,
+        LIFT: gl.constexpr = 0,
+    ):  # fmt: skip
+        """Attend to ``num_tiles`` tiles of keys up to ``last_tile``, the last ones with masks.
+
+        That one is the program's ``first_at``-th, and values from its ``num_live``-th on may be
+        NaN. Weights are 2^(LIFT + score - top). Returns (output, log-sum-exp, number of clears).
+        """
+        TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
+        DIM: gl.constexpr = self.buffers.keys.tiles.shape[2]
+        OUT_LAYOUT: gl.constexpr = product_layout(DIM)
+        VECTOR_OF_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(TILE_TOKENS))
+        keys, values, cleared = self.buffers.keys, self.buffers.values, self.buffers.cleared
+        position = tile.positions(self.PART, VECTOR_OF_ROWS)
+        top = gl.full([64], float("-inf"), gl.float32, VECTOR_OF_ROWS)
+        total = gl.zeros([64], gl.float32, VECTOR_OF_ROWS)
+        acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
+
+        keys.wait_filled(first_at)
+        scores = warpgroup_mma_wait(0, deps=(self.multiply(first_at),))
+        keys.release(first_at)
+        exact, top, total, _ = self.scores.weigh(
+            scores, top, total, first_at, last_tile, position + 1 - last_tile * TILE_TOKENS, True
+        )
+        exact = exact.to(self.buffers.queries.tiles.dtype)
+        weights = gl.convert_layout(exact, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
+        if cleared is not None:
+            values.wait_filled(first_at)
+            if num_live < TILE_TOKENS:
+                HALF: gl.constexpr = TILE_TOKENS // 2  # for each consumer
+                half = values.tile(first_at).slice(self.PART * HALF, HALF)
+                clear_rows(half, self.PART * HALF, num_live)
+                fence_async_shared()
+                mbarrier.arrive(cleared.index(0), count=1)
+                mbarrier.wait(cleared.index(0), num_clears & 1)
+                num_clears += 1
+        for step in range(1, num_masked):
+            weights, acc, top, total = self.step(
+                weights, acc, top, total, first_at + step, last_tile - step, position, True
+            )
+        for step in range(num_masked, num_tiles):
+            weights, acc, top, total = self.step(
+                weights, acc, top, total, first_at + step, last_tile - step, position, False
+            )
+        if self.buffers.queries.free is not None:
+            self.buffers.queries.release(self.PART)
+        last_at = first_at + num_tiles - 1
+        if cleared is None:
+            values.wait_filled(last_at)
+        acc = warpgroup_mma(weights, values.tile(last_at), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        if self.buffers.queries.free is not None:
+            values.release(last_at)
+
+        seen = total != 0.0  # true of NaN, which must come out as NaN
+        total = gl.where(seen, total, 1.0)
+        factor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT_LAYOUT))
+        lse = gl.where(seen, (top - LIFT + gl.log2(total)) * LN_2, float("-inf"))
+        return acc * factor[:, None], lse, num_clears
+
+
+BOX_LAYOUTS = {
+    size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2)
+    for size in (1, 2)
+}
+"""For elements of so many bytes."""
+
+
+def describe(cache: torch.Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
+    """Return a cache as rows of a head, copied in boxes of a page and 128 bytes of a row.
+
+    A copy swizzles no more. Codes are copied as uint8.
+    """
+    size = cache.element_size()
+    rows = (cache.view(torch.uint8) if size == 1 else cache).view(-1, head_dim)
+    return TensorDescriptor.from_tensor(rows, [block_size, 128 // size], BOX_LAYOUTS[size])
