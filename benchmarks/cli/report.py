@@ -1,4 +1,4 @@
-"""``mrv1 bench report``: the page, the pictures and the README's figures from results files."""
+"""``mrv1 bench report``: the page, the pictures and the figures of other pages from results."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ def report(
             help="Page to write; its pictures go to the folder of that name without .md.",
         ),
     ] = Path("docs/benchmarks.md"),
-    readme: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="File whose figures between two markers to rewrite."),
+    pages: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--page",
+            "--readme",
+            dir_okay=False,
+            help="File whose figures between two markers to rewrite too. Repeatable.",
+        ),
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; exit with 1 where a file differs.")
     ] = False,
 ) -> None:
     """Write tables and pictures of results files, with device, conditions and commit of each."""
-    made = make_report(results, output, readme)
+    made = make_report(results, output, pages or [])
     if check:
         differences = made.differences()
         for path in differences:

@@ -121,9 +121,8 @@ def make_write_data(
     if case.is_fp8:
         per_block = FP8.per(case.kv_scale).scales_per_block(case.block_size)
         sizes = (num_blocks, num_kv_heads, per_block)
-        pair = [torch.empty(sizes, device=device) for _ in range(2)]
-        is_token = case.kv_scale == "token"
-        scales = KVScales.per_token(*pair) if is_token else KVScales.per_quarter(*pair)
+        make = KVScales.per_token if case.kv_scale == "token" else KVScales.per_quarter
+        scales = make(torch.empty(sizes, device=device), torch.empty(sizes, device=device))
     angles = torch.rand((num_tokens, dim // 2), generator=generator, device=device) * torch.pi
     data = WriteData(
         case=case,

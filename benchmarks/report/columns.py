@@ -334,6 +334,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("seconds", "seconds", "{:.1f}"),
         Column("measured", "measured"),
     ),
+    "performance": (
+        Column("what", "what"),
+        Column("cases", "cases"),
+        Column("figures", "figures"),
+        Column("files", "files"),
+    ),
     "sleep": (
         Column("call", "seconds"),
         Column("sleep_s", "`sleep`", "{:.3f}"),

@@ -35,10 +35,12 @@ from benchmarks.report.files import ResultFile, load
 from benchmarks.report.kernels import kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
+from benchmarks.report.performance import performance_table
 from benchmarks.report.policies import capacity_table, headwise_table, recall_table
 from mrv1.errors import ConfigError
 
-BEGIN, END = "<!-- results:generate -->", "<!-- /results:generate -->"
+BEGIN, END = "<!-- results:{} -->", "<!-- /results:{} -->"
+"""Around a block of a page that the report fills, by its name: "generate" or "performance"."""
 NONE_YET = "Nothing has been measured yet."
 HEAD = """# Measured results
 
@@ -113,20 +115,19 @@ class Report:
         return [path for path in others if drawn_digest(path.read_text("utf-8"))]
 
 
-def make_report(results: Path, output: Path, readme: Path | None = None) -> Report:
+def make_report(results: Path, output: Path, pages: Sequence[Path] = ()) -> Report:
     """Return the report on a folder of results.
 
     Args:
         results: the folder of the JSON files.
         output: the page; its pictures are in the folder of the same name without the suffix.
-        readme: a file whose text between two markers is replaced by an excerpt, if there is one.
+        pages: files with blocks between two markers, which are filled.
 
     Raises:
         ConfigError: a file or a folder is missing or not what it should be.
     """
-    for option, path in (("--output", output), ("--readme", readme)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
+    if not output.parent.is_dir():
+        raise ConfigError(f"--output: expected an existing directory, got {output.parent}")
     files = load(results)
     _check_fields(files, results)
     known = by_kind(file for file in files if file.key in KNOWN)
@@ -135,11 +136,15 @@ def make_report(results: Path, output: Path, readme: Path | None = None) -> Repo
         raise ConfigError(f"--output: expected a file with a suffix such as .md, got {output}")
     pictures = {folder / f"{chart.name}.svg": chart for chart in charts(known)}
     texts = {output: _page(files, known, pictures, output.parent, results)}
-    if readme is not None:
-        if not readme.is_file():
-            raise ConfigError(f"--readme: expected an existing file, got {readme}")
-        excerpt = _excerpt(known, pictures, readme.parent)
-        texts[readme] = with_excerpt(readme.read_text("utf-8"), excerpt)
+    for page in pages:
+        if not page.is_file():
+            raise ConfigError(f"--page: expected an existing file, got {page}")
+        text = page.read_text("utf-8")
+        if BEGIN.format("performance") in text:
+            texts[page] = with_block(text, "performance", performance_table(known))
+        else:
+            excerpt = _excerpt(known, pictures, page.parent)
+            texts[page] = with_block(text, "generate", excerpt)
     return Report(texts, pictures, folder)
 
 
@@ -218,14 +223,15 @@ def _excerpt(known: dict[str, list[ResultFile]], pictures: dict[Path, Chart], pa
     return "\n\n".join([*blocks, served] if served else blocks)
 
 
-def with_excerpt(readme: str, excerpt: str) -> str:
-    """Return a README's text with what is between the markers replaced.
+def with_block(text: str, name: str, block: str) -> str:
+    """Return a page's text with what is between the two markers of a name replaced.
 
     Raises:
-        ConfigError: the two markers do not occur once each, in order.
+        ConfigError: the markers do not occur once each, in order.
     """
-    before, found_begin, rest = readme.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
-    if not found_begin or not found_end or BEGIN in rest or END in after:
-        raise ConfigError(f"--readme: expected {BEGIN} and then {END}, each once")
-    return f"{before}{BEGIN}\n{excerpt}\n{END}{after}"
+    begin, end = BEGIN.format(name), END.format(name)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found_begin or not found_end or begin in rest or end in after:
+        raise ConfigError(f"--page: expected {begin} and then {end}, each once")
+    return f"{before}{begin}\n{block}\n{end}{after}"

@@ -39,7 +39,7 @@ from benchmarks.report.files import ResultFile, load
 from benchmarks.report.kernels import kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import ABOUT, other_file
-from benchmarks.report.page import BEGIN, END, KNOWN, NONE_YET, with_excerpt
+from benchmarks.report.page import BEGIN, END, KNOWN, NONE_YET, with_block
 from benchmarks.report.plot import cell_label
 from benchmarks.report.policies import capacity_table, headwise_table
 from mrv1.errors import ConfigError
@@ -95,11 +95,12 @@ def _file(result: dict[str, Any], name: str = "x.json") -> ResultFile:
 
 @pytest.fixture(scope="module")
 def report():
-    return make_report(RESULTS, REPO / "docs" / "benchmarks.md", REPO / "README.md")
+    pages = [REPO / "README.md", REPO / "docs" / "performance.md"]
+    return make_report(RESULTS, REPO / "docs" / "benchmarks.md", pages)
 
 
 def test_page_pictures_and_readme_equal_the_results_files(report):
-    command = "run: mrv1 bench report --readme README.md"
+    command = "run: mrv1 bench report --page README.md --page docs/performance.md"
     assert [str(path.relative_to(REPO)) for path in report.differences()] == [], command
 
 
@@ -138,8 +139,8 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
     )  # fmt: skip
     (results / "beside-vllm-x.json").write_text(json.dumps(beside))
     (results / "new.json").write_text(json.dumps({"op": "new", "conditions": {"seed": 3}}))
-    readme.write_text(f"a\n{BEGIN}\n{END}\nb\n")
-    options = ["--results", results, "--output", page, "--readme", readme]
+    readme.write_text(f"a\n{BEGIN.format('generate')}\n{END.format('generate')}\nb\n")
+    options = ["--results", results, "--output", page, "--page", readme]
 
     def run(*more: str) -> int:
         return CliRunner().invoke(app, [*map(str, ["report", *options]), *more]).exit_code
@@ -155,11 +156,11 @@ def test_a_changed_result_changes_the_report_and_check_tells(tmp_path: Path):
 
     beside["results"][0]["samples_s"]["mrv1"] = [7.0, 9.0]
     (results / "beside-vllm-x.json").write_text(json.dumps(beside))
-    changed = make_report(results, page, readme).differences()
+    changed = make_report(results, page, [readme]).differences()
     assert changed == [page, readme, tmp_path / "page" / "beside-vllm-x.svg"]
     (results / "beside-vllm-x.json").unlink()
     (tmp_path / "page" / "my own.svg").write_text("<svg/>")
-    gone = make_report(results, page, readme)
+    gone = make_report(results, page, [readme])
     drawn = [tmp_path / "page" / name for name in ("beside-vllm-x.svg", "start.svg")]
     assert gone.differences() == [page, readme, *drawn]
     gone.write()
@@ -174,10 +175,10 @@ def test_mistakes_are_refused_by_name(tmp_path: Path):
         (tmp_path / "no", page, None, "--results: expected an existing directory"),
         (tmp_path, tmp_path / "no" / "page.md", None, "--output: expected an existing directory"),
         (tmp_path, tmp_path / "page", None, "--output: expected a file with a suffix"),
-        (tmp_path, page, tmp_path / "README.md", "--readme: expected an existing file"),
+        (tmp_path, page, tmp_path / "README.md", "--page: expected an existing file"),
     ):
         with pytest.raises(ConfigError, match=message):
-            make_report(results, output, readme)
+            make_report(results, output, [readme] if readme else [])
     for text, message in (
         ("{", "x.json: expected JSON"),
         ("[]", "expected a JSON object, got l"),
@@ -210,11 +211,12 @@ def test_a_report_without_matplotlib_is_refused_before_it_is_written(tmp_path: P
 
 
 def test_only_the_text_between_the_markers_changes():
-    text = f"a\n{BEGIN}\nold\n{END}\nb\n"
-    assert with_excerpt(text, "new") == f"a\n{BEGIN}\nnew\n{END}\nb\n"
-    for broken in ("a", f"{BEGIN}", f"{END} {BEGIN}", text + text):
+    begin, end = BEGIN.format("generate"), END.format("generate")
+    text = f"a\n{begin}\nold\n{end}\nb\n"
+    assert with_block(text, "generate", "new") == f"a\n{begin}\nnew\n{end}\nb\n"
+    for broken in ("a", begin, f"{end} {begin}", text + text):
         with pytest.raises(ConfigError, match="expected <!-- results:generate -->"):
-            with_excerpt(broken, "new")
+            with_block(broken, "generate", "new")
 
 
 # --- pictures -----------------------------------------------------------------------------------
