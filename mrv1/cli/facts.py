@@ -25,6 +25,7 @@ from mrv1.device import (
 from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
+from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
 
@@ -147,7 +148,7 @@ def fp8_use(device: torch.device | None) -> dict[str, str]:
 
 def _embedded_model() -> EmbeddedModel:
     path = checkpoint_dir(EMBEDDED_MODEL)
-    weights = path / "model.safetensors"
+    weights = path / SINGLE_FILE
     present = weights.is_file()
     return EmbeddedModel(
         present=present,

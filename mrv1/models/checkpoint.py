@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
+from os.path import isfile  # False for a name that no file system accepts; Path.is_file raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,14 +234,12 @@ class Checkpoint:
         problems = list(scan.problems)
         scales = torch.ones(num_layers, 2, num_kv_heads)
         places, missing = {}, []
-        for layer in range(num_layers):
-            for index, part in enumerate("kv"):
-                names = scale_names(layer, part)
-                found = [name for name in names if name in scan.tensors]
-                if found:
-                    places[found[0]] = scales[layer, index]
-                else:
-                    missing.append(names)
+        for layer, (index, part) in product(range(num_layers), enumerate("kv")):
+            names = scale_names(layer, part)
+            if found := [name for name in names if name in scan.tensors]:
+                places[found[0]] = scales[layer, index]
+            else:
+                missing.append(names)
         for name, tensor in self.read({name: scan.tensors[name] for name in places}):
             scale = tensor.float().flatten()
             if tensor.numel() not in (1, num_kv_heads):
@@ -284,8 +284,13 @@ class Checkpoint:
         for name, shard in weight_map.items():
             names_of_shard[shard].add(name)
         for shard, names in sorted(names_of_shard.items()):
+            if not isfile(self.path / shard):
+                shown = shard if len(shard) <= 80 else f"{shard[:80]}..."
+                problem = f"{shown}: named in {INDEX_FILE}, but there is no such file"
+                scan.problems.append(problem)
+                continue
             try:
-                held = self._header(_existing(self.path / shard))
+                held = self._header(self.path / shard)
             except ConfigError as error:
                 scan.problems.append(str(error))
                 continue
@@ -357,22 +362,6 @@ def _weight_map(index: Path) -> dict[str, str]:
             f"{index.name}: expected weight_map to name a file of the directory for each tensor"
         )
     return weight_map
-
-
-def _existing(file: Path) -> Path:
-    """Return a shard's file.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    try:
-        found = file.is_file()
-    except OSError:  # a name that no file system accepts
-        found = False
-    if not found:
-        shown = file.name if len(file.name) <= 80 else f"{file.name[:80]}..."
-        raise ConfigError(f"{shown}: named in {INDEX_FILE}, but there is no such file")
-    return file
 
 
 class GGUFCheckpoint(Checkpoint):

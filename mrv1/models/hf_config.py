@@ -57,9 +57,7 @@ def _only_kv_cache(quantization: object) -> bool:
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:
-    """Return the key in ``ARCHITECTURES`` for a config.json.
-
-    ``model_type`` decides where ``architectures`` is absent.
+    """Return the key in ``ARCHITECTURES``; without ``architectures``, ``model_type`` decides.
 
     Raises:
         ConfigError: the architecture is not supported.
@@ -80,10 +78,8 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     Raises:
         ConfigError: the model is not supported; the message lists every reason.
     """
-    raw = {
-        name: getattr(hf, name, None)
-        for name in ("architectures", "model_type", "quantization_config")
-    }
+    names = ("architectures", "model_type", "quantization_config")
+    raw = {name: getattr(hf, name, None) for name in names}
     raise_problems("model config", support_problems(raw))
     name = architecture_name(raw)
     family = ARCHITECTURES[name]

@@ -301,17 +301,7 @@ def encode_images(
     """Return a prompt with images for ``LLM.generate``.
 
     Loads the checkpoint's vision encoder for this call; a ``VisionEncoder`` is loaded once.
-
-    Args:
-        model: as in ``VisionEncoder``.
-        images: as in ``VisionEncoder.prompt``.
-        prompt_token_ids: as in ``VisionEncoder.prompt``; None = the images alone.
-        device: as in ``VisionEncoder``.
-        dtype: as in ``VisionEncoder``.
-
-    Raises:
-        ConfigError, UnsupportedDeviceError: as in ``VisionEncoder``.
-        RequestError: as in ``VisionEncoder.prompt``.
+    Arguments and errors are those of ``VisionEncoder`` and ``VisionEncoder.prompt``.
     """
     encoder = VisionEncoder(model, device=device, dtype=dtype)
     return encoder.prompt(prompt_token_ids, images)
