@@ -343,6 +343,16 @@ def only_one_module_reads_the_environment(file: File) -> Iterator[str]:
             yield f"{line}: {name}"
 
 
+def only_one_module_opens_checkpoints(file: File) -> Iterator[str]:
+    """Only ``Checkpoint`` knows whether a checkpoint is a directory or a GGUF file."""
+    others = ("multimodal.item", "benchmarks.engines.checkpoint")  # read features, write weights
+    if file.name in ("models.checkpoint", *others):
+        return
+    for line, name in _imports(file.tree):
+        if name.startswith(("safetensors", "mrv1.models.gguf_file")):
+            yield f"{line}: imports {name}"
+
+
 def no_assert(file: File) -> Iterator[str]:
     """``python -O`` must not remove a check: raise an error that names the expected value."""
     for node in ast.walk(file.tree):
@@ -536,6 +546,7 @@ RULES: list[Rule] = [
     only_device_asks_the_gpu,
     engine_has_no_cuda,
     only_one_module_reads_the_environment,
+    only_one_module_opens_checkpoints,
     no_code_of_a_checkpoint_runs,
     no_assert,
     ascii_only,
@@ -653,6 +664,12 @@ BREAKING = [
     (only_one_module_reads_the_environment, "config", "import os\nos.environ['X']"),
     (only_one_module_reads_the_environment, "runner.step", "from os import getenv"),
     (
+        only_one_module_opens_checkpoints,
+        "runner.head_groups",
+        "from mrv1.models.gguf_file import open_gguf",
+    ),
+    (only_one_module_opens_checkpoints, "models.config", "from safetensors import safe_open"),
+    (
         no_code_of_a_checkpoint_runs,
         "models.config",
         "from transformers import AutoConfig\nAutoConfig.from_pretrained(path)",
@@ -756,6 +773,7 @@ KEEPING = [
         "from mrv1.models import ModelConfig\nModelConfig.from_pretrained(path)",
     ),
     (no_code_of_a_checkpoint_runs, "runner.compile_ahead", "pickle.load(sys.stdin.buffer)"),
+    (only_one_module_opens_checkpoints, "models.loading", "from mrv1.models import Checkpoint"),
     (no_assert, "testing.interpreter", "assert True"),
     (ascii_only, "runner.step", "# e"),
     (no_hidden_wait, "runner.async_output", "x.tolist()"),
