@@ -31,6 +31,17 @@ SMALLEST_UNIT = tl.constexpr(1e-30)
 """First value of the running unit of the V scales: below every scale, with a finite inverse."""
 
 
+class Cache(NamedTuple):
+    """Constants of the cache."""
+
+    BLOCK_SIZE: int
+    HAS_WINDOW: bool
+    VISITS_MASKED: bool  # whether pages of keys that windows hide are read and masked
+    HAS_RING: bool
+    CODEC: str | None  # None = no codes, see codes.py
+    SCALES_PER_BLOCK: int  # per head; 0 = one scale for all blocks
+
+
 class HeadRows(NamedTuple):
     """A tensor ``[rows, q_heads, ...]`` with the strides that locate a (row, head) in it."""
 

@@ -55,6 +55,7 @@ from mrv1.kernels.attention.decode.plan_kernel import plan_decode_attention
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
+    Cache,
     HeadRows,
     Softmax,
     States,
@@ -111,17 +112,6 @@ class Heads(NamedTuple):
     QUERY_LEN: int
     GROUP: int  # query heads per KV head
     HEAD_DIM: int
-
-
-class Cache(NamedTuple):
-    """Constants of the cache."""
-
-    BLOCK_SIZE: int
-    HAS_WINDOW: bool
-    VISITS_MASKED: bool  # whether items have keys that windows hide
-    HAS_RING: bool
-    CODEC: str | None  # None = no codes, see codes.py
-    SCALES_PER_BLOCK: int  # per head; 0 = one scale for all blocks
 
 
 class Tiles(NamedTuple):

@@ -46,7 +46,9 @@ from mrv1.kernels.attention.decode.plan import PIECE_TOKENS
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
+    Cache,
     HeadRows,
+    Softmax,
     States,
     add_states,
     arrives_last,
@@ -74,6 +76,7 @@ from mrv1.kernels.attention.prefill.choice import (
 from mrv1.kernels.cache.addresses import (
     ALIGNED_CODES,
     ALIGNED_ELEMENTS,
+    PagedKV,
     TableRow,
     load_page_rows,
     table_column,
@@ -102,6 +105,31 @@ _SUM_COLUMNS = tl.constexpr(16)
 
 MERGED_ROWS = tl.constexpr(16)
 """Rows of a tile that a program merges at a time, so that they fit its registers."""
+
+
+class Tiles(NamedTuple):
+    """Constants of the heads, and of a program and its tiles."""
+
+    GROUP: int  # query heads per KV head
+    HEAD_DIM: int
+    TILE_QUERIES: int  # TILE_ROWS // GROUP
+    TILE_ROWS: int
+    TILE_TOKENS: int
+    TILE_DIM: int
+    PRECISION: str
+    MIN_STEPS: int  # fewest of a program that shares a tile
+    FOLDS: bool  # whether the result is the fold of fixed pieces, see fold_state
+
+
+class Batch(NamedTuple):
+    """The ragged batch of a launch."""
+
+    query_start_loc_ptr: tl.tensor  # [num_reqs + 1] int32
+    seq_lens_ptr: tl.tensor  # [num_reqs] int32
+    mask_offsets_ptr: tl.tensor | None  # [num_tokens, 2] int32; None = causal
+    num_tokens: tl.tensor
+    num_reqs: tl.tensor
+    num_kv_heads: tl.tensor
 
 
 class QueryTile(NamedTuple):
@@ -135,41 +163,53 @@ class VisibleKeys(NamedTuple):
     sink: tl.tensor | None  # int32
 
 
+class Steps(NamedTuple):
+    """The steps of a program: a tile of keys each, those of the sink first, then from a gap on."""
+
+    first: tl.tensor  # int32, as the others
+    end: tl.tensor
+    sink_tiles: tl.tensor
+    gap: tl.tensor  # tiles between the last of the sink and the next step
+    inner_start: tl.tensor  # every row sees all keys of the tiles [inner_start, inner_end)
+    inner_end: tl.tensor
+
+
 @triton.jit
-def _find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: tl.constexpr):
+def _find_request(batch, tile, TILE_QUERIES: tl.constexpr):
     """Return the last request whose first tile is at or before ``tile``."""
     req = -1
-    for first in range(0, num_reqs, SCAN_REQS):
+    for first in range(0, batch.num_reqs, SCAN_REQS):
         other = first + tl.arange(0, SCAN_REQS)
-        in_batch = other < num_reqs
-        query_start = tl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
-        not_behind = in_batch & (query_start // TILE_QUERIES + other <= tile)
-        req += tl.sum(not_behind.to(tl.int32), axis=0)
+        in_batch = other < batch.num_reqs
+        query_start = tl.load(batch.query_start_loc_ptr + other, mask=in_batch, other=0)
+        has_begun = in_batch & (query_start // TILE_QUERIES + other <= tile)
+        req += tl.sum(has_begun.to(tl.int32), axis=0)
     return req
 
 
 @triton.jit
-def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: tl.constexpr):
+def _count_tiles(batch, TILE_QUERIES: tl.constexpr):
     """Return how many tiles come before the padding after the last token, at least one."""
-    end = tl.load(query_start_loc_ptr + num_reqs)
+    end = tl.load(batch.query_start_loc_ptr + batch.num_reqs)
     last_req = -1
     last_start = 0
-    for first in range(0, num_reqs, SCAN_REQS):
+    for first in range(0, batch.num_reqs, SCAN_REQS):
         other = first + tl.arange(0, SCAN_REQS)
-        query_start = tl.load(query_start_loc_ptr + other, mask=other < num_reqs, other=end)
-        has_tokens_behind = query_start < end
-        last_req += tl.sum(has_tokens_behind.to(tl.int32), axis=0)
-        starts = tl.where(has_tokens_behind, query_start, 0)
+        in_batch = other < batch.num_reqs
+        query_start = tl.load(batch.query_start_loc_ptr + other, mask=in_batch, other=end)
+        precedes_tokens = query_start < end
+        last_req += tl.sum(precedes_tokens.to(tl.int32), axis=0)
+        starts = tl.where(precedes_tokens, query_start, 0)
         last_start = tl.maximum(last_start, tl.max(starts, axis=0))
     first_tile = last_start // TILE_QUERIES + last_req
     return tl.maximum(first_tile + tl.cdiv(end - last_start, TILE_QUERIES), 1)
 
 
 @triton.jit
-def _load_tile(query_start_loc_ptr, req, tile, TILE_QUERIES: tl.constexpr):
+def _load_tile(batch, req, tile, TILE_QUERIES: tl.constexpr):
     """Return the ``QueryTile`` with index ``tile`` in the batch, a tile of request ``req``."""
-    query_start = tl.load(query_start_loc_ptr + req)
-    query_len = tl.load(query_start_loc_ptr + req + 1) - query_start
+    query_start = tl.load(batch.query_start_loc_ptr + req)
+    query_len = tl.load(batch.query_start_loc_ptr + req + 1) - query_start
     first_query = (tile - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
     end_query = tl.minimum(first_query + TILE_QUERIES, query_len)
     return QueryTile(query_start, query_len, first_query, end_query)
@@ -184,16 +224,78 @@ def _tile_row(tile, head, row, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _find_keys(
+    tile, row, seq_len, mask_offsets_ptr, window, sink, CACHE: tl.constexpr, TILES: tl.constexpr
+):
+    """Return the ``VisibleKeys`` of a tile, and the ``Steps`` of a program that has all of them.
+
+    Some row may see a key in [start, end); every row sees all of [inner_start, inner_end).
+    """
+    TILE_TOKENS: tl.constexpr = TILES.TILE_TOKENS
+    context_len = seq_len - tile.query_len
+    first_position = context_len + tile.first_query
+    end_position = tl.maximum(context_len + tile.end_query, 0)  # 0 in a padding row: no step
+    query_position = tl.where(row.in_tile, context_len + row.query, -1)
+    first_key = None
+    end_key = None
+    start = 0
+    end = end_position
+    inner_start = 0
+    inner_end = first_position + 1
+    if mask_offsets_ptr is not None:
+        range_ptr = mask_offsets_ptr + 2 * row.token
+        first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
+        end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
+        end = tl.maximum(tl.max(end_key, axis=0), 0)
+        start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
+        inner_start = tl.max(first_key, axis=0)
+        inner_end = tl.min(tl.where(row.in_tile, end_key, end), axis=0)
+    sink_end = 0
+    if window is not None:
+        window = tl.where(window < 0, NO_WINDOW, window)
+        if not CACHE.VISITS_MASKED:
+            sink_end = tl.minimum(sink, end)
+            start = tl.maximum(start, first_position + 1 - window)
+            start = tl.minimum(tl.maximum(start, sink_end), end)
+        inner_start = tl.maximum(inner_start, end_position - window)
+    keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
+    sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
+    gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
+    inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)
+    inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
+    end_step = tl.cdiv(end, TILE_TOKENS) - gap
+    return keys, Steps(0, end_step, sink_tiles, gap, inner_start, inner_end)
+
+
+@triton.jit
+def _divide_steps(steps, split, num_splits, MIN_STEPS: tl.constexpr):
+    """Return the ``Steps`` of one of the programs that share a tile, and their number."""
+    share = tl.maximum(tl.cdiv(steps.end, num_splits), MIN_STEPS)
+    splits = tl.maximum(tl.cdiv(steps.end, share), 1)
+    first = split * share
+    end = tl.minimum(first + share, steps.end)
+    inner_start = tl.maximum(steps.inner_start, _tile_of_step(first, steps))
+    inner_end = tl.minimum(steps.inner_end, tl.where(end > steps.sink_tiles, end + steps.gap, end))
+    return Steps(first, end, steps.sink_tiles, steps.gap, inner_start, inner_end), splits
+
+
+@triton.jit
+def _tile_of_step(step, steps):
+    """Return which tile of keys a step takes."""
+    return tl.where(step < steps.sink_tiles, step, step + steps.gap)
+
+
+@triton.jit
 def _visible(position, keys):
     """Return which keys each row may see, with or without a page."""
-    behind = keys.query_position[:, None] - position[None, :]
+    distance = keys.query_position[:, None] - position[None, :]
     if keys.first_key is not None:
         visible = position[None, :] >= keys.first_key[:, None]
         visible &= position[None, :] < keys.end_key[:, None]
     else:
-        visible = behind >= 0
+        visible = distance >= 0
     if keys.window is not None:
-        visible &= (behind < keys.window) | (position[None, :] < keys.sink)
+        visible &= (distance < keys.window) | (position[None, :] < keys.sink)
     return visible
 
 
@@ -230,234 +332,62 @@ def _load_blocks(
 
 
 @triton.jit
-def _merge_tile(
-    out, lse, states, num_tokens, num_q_heads, splits, tile, head,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_DIM: tl.constexpr,
+def _attend_tile(
+    q, keys, steps, row, head, visited_row_ptr, cache, scales, softmax, logit_sink,
+    CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Merge a tile's partial results by their log-sum-exp, in order, and write its rows."""
-    dims = tl.arange(0, TILE_DIM)
-    for first_row in range(0, TILE_ROWS, MERGED_ROWS):
-        row = _tile_row(tile, head, first_row + tl.arange(0, MERGED_ROWS), GROUP)
-        mask = row.in_tile[:, None] & (dims < HEAD_DIM)[None, :]
-        top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([MERGED_ROWS], tl.float32)
-        acc = tl.zeros([MERGED_ROWS, TILE_DIM], tl.float32)
-        for split in range(splits):
-            state = (split * num_tokens + row.token) * num_q_heads + row.q_head
-            part_lse = tl.load(states.lse_ptr + state, mask=row.in_tile, other=float("-inf"))
-            part_lse *= LOG2_E
-            part_ptr = states.ptr + state[:, None] * HEAD_DIM + dims[None, :]
-            part = tl.load(part_ptr, mask=mask, other=0.0)
-            acc, top, total = add_states(acc, top, total, part, part_lse)
-        store_out(out, row.token, row.q_head, dims, normalized(acc, total), mask)
-        if lse.ptr is not None:
-            target = lse.ptr + head_offset(lse, row.token, row.q_head)
-            tl.store(target, natural_lse(top, total), mask=row.in_tile)
-
-
-@triton.jit(
-    do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
-    # Behind decode rows they begin anywhere.
-    do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "mask_offsets_ptr",
-    ],
-)
-def _paged_prefill_attention_kernel(
-    out_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
-    stride_out_token,
-    stride_out_head,
-    lse_ptr,  # [num_tokens, q_heads] fp32, or None
-    stride_lse_token,
-    stride_lse_head,
-    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program per tile
-    states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
-    arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
-    num_splits,  # most programs per tile
-    num_programs,  # of all tiles together, where programs share tiles
-    num_tokens,
-    visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
-    q_ptr,  # [num_tokens, q_heads, HEAD_DIM], unit last stride
-    stride_q_token,
-    stride_q_head,
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat, or None
-    v_scale_ptr,
-    scale_base_ptr,  # [kv_heads] int64, in elements, or None
-    scale_block_stride_ptr,  # [kv_heads] int64, in elements, or None
-    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
-    stride_table_row,
-    row_width,
-    query_start_loc_ptr,  # [num_reqs + 1] int32
-    seq_lens_ptr,  # [num_reqs] int32
-    mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
-    num_reqs,
-    num_kv_heads,
-    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
-    num_heads,
-    head_base_ptr,  # [kv_heads] int64, in elements
-    block_stride_ptr,  # [kv_heads] int64, in elements
-    table_offset_ptr,  # [kv_heads] int32
-    window_ptr,  # [kv_heads] int32
-    sink_ptr,  # [kv_heads] int32
-    ring_blocks_ptr,  # [kv_heads] int32
-    token_stride,  # in elements
-    softmax_scale,
-    soft_cap,  # float32, or None
-    sinks_ptr,  # [q_heads], or None
-    GROUP: tl.constexpr,  # query heads per KV head
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    VISITS_MASKED: tl.constexpr,  # whether the pages that windows hide are read and masked
-    HAS_RING: tl.constexpr,
-    TILE_QUERIES: tl.constexpr,  # TILE_ROWS // GROUP
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    CODEC: tl.constexpr,  # None = no codes, see codes.py
-    SCALES_PER_BLOCK: tl.constexpr,  # per head; 0 = one scale for all blocks
-    MIN_STEPS: tl.constexpr,  # fewest of a program that shares a tile
-    FOLDS: tl.constexpr,  # whether the result is the fold of fixed pieces, see fold_state
-):
-    """Grid (tiles * num_heads,), plus num_programs - num_heads where programs share tiles.
-
-    A program computes one query tile of one KV head, or a part of its keys. There are
-    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs
-    share the tiles that have queries.
+    """Run the online softmax over the keys of a program's steps.
 
     A step takes TILE_TOKENS keys from a position that is a multiple of TILE_TOKENS. A token's K
     scale multiplies its score, its V scale its weight. Weights are rounded to 16 bits in units of
     the largest V scale so far, or small scales would underflow.
 
     With FOLDS the arithmetic is that of decode attention's deterministic items, tile by tile.
+
+    Returns:
+        (acc, top, total): ``[TILE_ROWS, TILE_DIM]`` sum of weights * v, and per row the largest
+        scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
     """
-    pairs = tl.num_programs(0)
-    if states_ptr is not None:
-        pairs -= num_programs - num_heads
-    # The last tiles of a chunk have the most keys, so they run first. Heads vary fastest.
-    pair = pairs - 1 - tl.program_id(0)
-    split = 0
-    if states_ptr is not None:
-        tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
-        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_heads))
-        num_splits = tl.maximum(num_splits, 1)
-        if pair < 0:
-            split = 1 + (-1 - pair) // (tiles * num_heads)
-            pair = (-1 - pair) % (tiles * num_heads)
-        if split >= num_splits:
-            return
-    head = pair % num_heads
-    tile_of_batch = pair // num_heads
-    if heads_ptr is not None:
-        head = tl.load(heads_ptr + head)
-    req = _find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
-    queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
-    if queries.first_query >= queries.query_len:
-        return
-    seq_len = tl.load(seq_lens_ptr + req)
-    context_len = seq_len - queries.query_len
-    table_offset = tl.load(table_offset_ptr + head)
-    window = tl.load(window_ptr + head) if HAS_WINDOW else None
-    sink = tl.load(sink_ptr + head) if HAS_WINDOW else None
-    ring_blocks = tl.load(ring_blocks_ptr + head) if HAS_RING else None
-
-    row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
-    dims = tl.arange(0, TILE_DIM)
-    in_head = dims < HEAD_DIM
-    q_offset = head_offset(HeadRows(q_ptr, stride_q_token, stride_q_head), row.token, row.q_head)
-    q_offset = q_offset[:, None] + dims[None, :]
-    q = tl.load(q_ptr + q_offset, mask=row.in_tile[:, None] & in_head[None, :], other=0.0)
-
-    # Some row may see a key in [start, end); every row sees all of [inner_start, inner_end).
-    first_position = context_len + queries.first_query
-    end_position = tl.maximum(context_len + queries.end_query, 0)  # 0 in a padding row: no step
-    query_position = tl.where(row.in_tile, context_len + row.query, -1)
-    first_key = None
-    end_key = None
-    start = 0
-    end = end_position
-    inner_start = 0
-    inner_end = first_position + 1
-    if mask_offsets_ptr is not None:
-        range_ptr = mask_offsets_ptr + 2 * row.token
-        first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
-        end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
-        end = tl.maximum(tl.max(end_key, axis=0), 0)
-        start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
-        inner_start = tl.max(first_key, axis=0)
-        inner_end = tl.min(tl.where(row.in_tile, end_key, end), axis=0)
-    sink_end = 0
-    if window is not None:
-        window = tl.where(window < 0, NO_WINDOW, window)
-        if not VISITS_MASKED:
-            sink_end = tl.minimum(sink, end)
-            start = tl.maximum(start, first_position + 1 - window)
-            start = tl.minimum(tl.maximum(start, sink_end), end)
-        inner_start = tl.maximum(inner_start, end_position - window)
-    sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
-    gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
-    inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)  # in tiles from here on
-    inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
-    first_step = 0
-    end_step = tl.cdiv(end, TILE_TOKENS) - gap
-    first_tile = tl.where(sink_tiles > 0, 0, gap)
-    first_inner = inner_start
-    end_inner = inner_end
-    splits = 1
-    if states_ptr is not None:
-        share = tl.maximum(tl.cdiv(end_step, num_splits), MIN_STEPS)
-        splits = tl.maximum(tl.cdiv(end_step, share), 1)
-        first_step = split * share
-        end_step = tl.minimum(first_step + share, end_step)
-        if split >= splits:
-            return
-        first_tile = tl.where(first_step < sink_tiles, first_step, first_step + gap)
-        first_inner = tl.maximum(inner_start, first_tile)
-        end_inner = tl.minimum(
-            inner_end, tl.where(end_step > sink_tiles, end_step + gap, end_step)
-        )
-
-    # The head's columns of the request's row, counted from 0.
-    table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
-    table_row = TableRow(table_row_ptr, 0, sink, ring_blocks)
-    keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
+    CODEC: tl.constexpr = CACHE.CODEC
+    BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
+    SCALES_PER_BLOCK: tl.constexpr = CACHE.SCALES_PER_BLOCK
+    FOLDS: tl.constexpr = TILES.FOLDS
+    PRECISION: tl.constexpr = TILES.PRECISION
+    TILE_ROWS: tl.constexpr = TILES.TILE_ROWS
+    TILE_TOKENS: tl.constexpr = TILES.TILE_TOKENS
     read = keys
-    if VISITS_MASKED:
-        read = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, None, None)
-    visited_row_ptr = None
-    if visited_ptr is not None:
-        visited_row = req.to(tl.int64) * num_kv_heads + head
-        visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
-    first_block = first_inner * TILE_TOKENS // BLOCK_SIZE
-    end_block = tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE)
-    if not _holds_every_page(table_row, first_block, end_block, BLOCK_SIZE):
+    if CACHE.VISITS_MASKED:
+        read = VisibleKeys(
+            keys.start, keys.end, keys.sink_end, keys.query_position, keys.first_key, keys.end_key,
+            None, None,
+        )  # fmt: skip
+    inner_end = steps.inner_end
+    first_block = steps.inner_start * TILE_TOKENS // BLOCK_SIZE
+    end_block = tl.cdiv(inner_end * TILE_TOKENS, BLOCK_SIZE)
+    if not _holds_every_page(row, first_block, end_block, BLOCK_SIZE):
         inner_end = 0
 
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
-    head_base = tl.multiple_of(tl.load(head_base_ptr + head), ALIGNED)
-    block_stride = tl.load(block_stride_ptr + head)
-    score_scale = tl.full([TILE_ROWS], softmax_scale * LOG2_E, tl.float32)
+    head_base = tl.multiple_of(tl.load(cache.base_ptr + head), ALIGNED)
+    block_stride = tl.load(cache.block_stride_ptr + head)
+    score_scale = tl.full([TILE_ROWS], softmax.scale * LOG2_E, tl.float32)
     if CODEC is not None:
-        scale_base = tl.load(scale_base_ptr + head)
-        scale_block_stride = tl.load(scale_block_stride_ptr + head)
+        scale_base = tl.load(scales.base_ptr + head)
+        scale_block_stride = tl.load(scales.block_stride_ptr + head)
         q, q_unit = product_query(q)
         score_scale *= q_unit
         v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
         if SCALES_PER_BLOCK == 0:
-            score_scale *= tl.load(k_scale_ptr + scale_base)
-            v_unit = tl.load(v_scale_ptr + scale_base)
+            score_scale *= tl.load(scales.k_ptr + scale_base)
+            v_unit = tl.load(scales.v_ptr + scale_base)
         score_scale = tl.maximum(score_scale, SMALLEST_UNIT)  # -inf * 0 is NaN
-    if soft_cap is not None:
-        capped_scale = score_scale * (2.0 / soft_cap)
+    if softmax.soft_cap is not None:
+        capped_scale = score_scale * (2.0 / softmax.soft_cap)
         score_scale = tl.full([TILE_ROWS], 1.0, tl.float32)  # capped scores are in base 2
 
-    acc = tl.zeros([TILE_ROWS, TILE_DIM], dtype=tl.float32)
-    logit_sink = load_logit_sink(sinks_ptr, row.q_head, row.in_tile & (split == 0))
+    dims = tl.arange(0, TILES.TILE_DIM)
+    in_head = dims < TILES.HEAD_DIM
+    acc = tl.zeros([TILE_ROWS, TILES.TILE_DIM], dtype=tl.float32)
     top, total = first_state(logit_sink, TILE_ROWS)
     if FOLDS:
         folded = acc
@@ -469,9 +399,9 @@ def _paged_prefill_attention_kernel(
         cut = piece_size
     lane = tl.arange(0, TILE_TOKENS)
     # Blocks are looked up a step ahead, so that no load of pages waits for a load of the table.
-    next_tile = first_tile
-    next_block = _load_blocks(table_row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS)
-    for step in range(first_step, end_step):
+    next_tile = _tile_of_step(steps.first, steps)
+    next_block = _load_blocks(row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS)
+    for step in range(steps.first, steps.end):
         if FOLDS and step * TILE_TOKENS == cut:
             folded, folded_top, folded_total = fold_piece(
                 folded, folded_top, folded_total, acc, top, tl.max(sums, axis=1), 1
@@ -479,34 +409,32 @@ def _paged_prefill_attention_kernel(
             acc, sums = tl.zeros_like(acc), tl.zeros_like(sums)
             top = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
             cut, piece_size = next_piece(cut, piece_size)
-        tile = tl.where(step < sink_tiles, step, step + gap)
+        tile = _tile_of_step(step, steps)
         block = next_block.to(tl.int64)
-        next_tile = tl.where(step + 1 < sink_tiles, step + 1, step + 1 + gap)
-        next_block = _load_blocks(
-            table_row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS
-        )
+        next_tile = _tile_of_step(step + 1, steps)
+        next_block = _load_blocks(row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS)
         token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
-        address = head_base + token_of_page * token_stride + block * block_stride
+        address = head_base + token_of_page * cache.token_stride + block * block_stride
         offsets = tl.multiple_of(address, ALIGNED)[:, None] + dims[None, :]
         present = block >= 0
         loaded = present[:, None] & in_head[None, :]  # NaN of an unseen page must not enter
 
-        k = load_page_rows(k_cache_ptr + offsets, loaded, q.dtype, CODEC)
+        k = load_page_rows(cache.k_ptr + offsets, loaded, q.dtype, CODEC)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SCALES_PER_BLOCK > 0:
             scale_address = scale_base + block * scale_block_stride
             scale_address += scale_index(token_of_page, BLOCK_SIZE, SCALES_PER_BLOCK)
-            k_scale = tl.load(k_scale_ptr + scale_address, mask=present, other=0.0)
+            k_scale = tl.load(scales.k_ptr + scale_address, mask=present, other=0.0)
             scores *= k_scale[None, :]
-        if soft_cap is not None:
-            scores = soft_capped(scores * capped_scale[:, None], soft_cap)
-        at_edge = (tile < inner_start) | (tile >= inner_end)
+        if softmax.soft_cap is not None:
+            scores = soft_capped(scores * capped_scale[:, None], softmax.soft_cap)
+        at_edge = (tile < steps.inner_start) | (tile >= inner_end)
         if q.dtype == tl.float32:  # a branch makes fp32 products, outside tensor cores, spill
             at_edge = True
         if at_edge:
             visible = _visible(tile * TILE_TOKENS + lane, keys)
             # Looked up again: the scores have another register layout than the loads.
-            again = _load_blocks(table_row, None, keys, tile, BLOCK_SIZE, TILE_TOKENS)
+            again = _load_blocks(row, None, keys, tile, BLOCK_SIZE, TILE_TOKENS)
             scores = tl.where((again >= 0)[None, :] & visible, scores, float("-inf"))
 
         # The maximum is kept scaled: a product in the exponent of the rescale would be fused with
@@ -526,12 +454,12 @@ def _paged_prefill_attention_kernel(
             weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
             total = total * rescale + tl.sum(weights, axis=1)
         if SCALES_PER_BLOCK > 0:
-            v_scale = tl.load(v_scale_ptr + scale_address, mask=present, other=0.0)
+            v_scale = tl.load(scales.v_ptr + scale_address, mask=present, other=0.0)
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
             weights *= (v_scale / new_unit)[None, :]
             rescale *= v_unit / new_unit
             v_unit = new_unit
-        v = load_page_rows(v_cache_ptr + offsets, loaded, q.dtype, CODEC)
+        v = load_page_rows(cache.v_ptr + offsets, loaded, q.dtype, CODEC)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
@@ -541,32 +469,186 @@ def _paged_prefill_attention_kernel(
         )
     if CODEC is not None:
         acc *= v_unit
+    return acc, top, total
 
+
+@triton.jit
+def _store_tile(
+    out, lse, states, batch, req, tile, head, split, splits, acc, top, total, TILES: tl.constexpr
+):
+    """Write the rows of a tile, or the partial result of one of its ``splits`` programs.
+
+    The last of these programs to finish merges them.
+    """
     # Computed again: kept through the loop, the rows' addresses would take registers it needs.
-    queries = _load_tile(query_start_loc_ptr, req, tile_of_batch, TILE_QUERIES)
-    row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
-    mask = row.in_tile[:, None] & in_head[None, :]
+    queries = _load_tile(batch, req, tile, TILES.TILE_QUERIES)
+    row = _tile_row(queries, head, tl.arange(0, TILES.TILE_ROWS), TILES.GROUP)
+    dims = tl.arange(0, TILES.TILE_DIM)
+    mask = row.in_tile[:, None] & (dims < TILES.HEAD_DIM)[None, :]
     value = normalized(acc, total)
-    out = HeadRows(out_ptr, stride_out_token, stride_out_head)
-    lse = HeadRows(lse_ptr, stride_lse_token, stride_lse_head)
     if splits == 1:
         store_out(out, row.token, row.q_head, dims, value, mask)
         if lse.ptr is not None:
             lse_offset = head_offset(lse, row.token, row.q_head)
             row_lse = natural_lse(top, total)
             tl.store(lse.ptr + lse_offset, row_lse, mask=row.in_tile)
-    elif states_ptr is not None:
-        num_q_heads = num_kv_heads * GROUP
-        state = (split * num_tokens + row.token) * num_q_heads + row.q_head
-        tl.store(states_ptr + state[:, None] * HEAD_DIM + dims[None, :], value, mask=mask)
-        row_lse = natural_lse(top, total)
-        tl.store(states_lse_ptr + state, row_lse, mask=row.in_tile)
-        states = States(states_ptr, states_lse_ptr, arrivals_ptr)
-        if arrives_last(arrivals_ptr + tile_of_batch * num_kv_heads + head, splits):
-            _merge_tile(
-                out, lse, states, num_tokens, num_q_heads, splits, queries, head,
-                GROUP, HEAD_DIM, TILE_ROWS, TILE_DIM,
-            )  # fmt: skip
+    elif states.ptr is not None:
+        num_q_heads = batch.num_kv_heads * TILES.GROUP
+        state = (split * batch.num_tokens + row.token) * num_q_heads + row.q_head
+        tl.store(states.ptr + state[:, None] * TILES.HEAD_DIM + dims[None, :], value, mask=mask)
+        tl.store(states.lse_ptr + state, natural_lse(top, total), mask=row.in_tile)
+        if arrives_last(states.arrivals_ptr + tile * batch.num_kv_heads + head, splits):
+            _merge_tile(out, lse, states, batch, splits, queries, head, TILES)
+
+
+@triton.jit
+def _merge_tile(out, lse, states, batch, splits, tile, head, TILES: tl.constexpr):
+    """Merge a tile's partial results by their log-sum-exp, in order, and write its rows."""
+    num_q_heads = batch.num_kv_heads * TILES.GROUP
+    dims = tl.arange(0, TILES.TILE_DIM)
+    for first_row in range(0, TILES.TILE_ROWS, MERGED_ROWS):
+        row = _tile_row(tile, head, first_row + tl.arange(0, MERGED_ROWS), TILES.GROUP)
+        mask = row.in_tile[:, None] & (dims < TILES.HEAD_DIM)[None, :]
+        top = tl.full([MERGED_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([MERGED_ROWS], tl.float32)
+        acc = tl.zeros([MERGED_ROWS, TILES.TILE_DIM], tl.float32)
+        for split in range(splits):
+            state = (split * batch.num_tokens + row.token) * num_q_heads + row.q_head
+            part_lse = tl.load(states.lse_ptr + state, mask=row.in_tile, other=float("-inf"))
+            part_lse *= LOG2_E
+            part_ptr = states.ptr + state[:, None] * TILES.HEAD_DIM + dims[None, :]
+            part = tl.load(part_ptr, mask=mask, other=0.0)
+            acc, top, total = add_states(acc, top, total, part, part_lse)
+        store_out(out, row.token, row.q_head, dims, normalized(acc, total), mask)
+        if lse.ptr is not None:
+            target = lse.ptr + head_offset(lse, row.token, row.q_head)
+            tl.store(target, natural_lse(top, total), mask=row.in_tile)
+
+
+@triton.jit(
+    do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
+    # After decode rows they begin anywhere.
+    do_not_specialize_on_alignment=[
+        "block_table_ptr",
+        "query_start_loc_ptr",
+        "seq_lens_ptr",
+        "mask_offsets_ptr",
+    ],
+)
+def _paged_prefill_attention_kernel(
+    out_ptr, stride_out_token, stride_out_head,  # [num_tokens, q_heads, HEAD_DIM]
+    lse_ptr, stride_lse_token, stride_lse_head,  # [num_tokens, q_heads] fp32, or None
+    states_ptr,  # [num_splits, num_tokens, q_heads, HEAD_DIM] fp32, or None: one program per tile
+    states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
+    arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
+    num_splits,  # most programs per tile
+    num_programs,  # of all tiles together, where programs share tiles
+    num_tokens,
+    visited_ptr,  # [num_reqs, kv_heads, row_width] uint8, contiguous, or None
+    q_ptr, stride_q_token, stride_q_head,  # [num_tokens, q_heads, HEAD_DIM]
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # float32, flat, or None
+    scale_base_ptr, scale_block_stride_ptr,  # [kv_heads] int64, in elements, or None
+    block_table_ptr, stride_table_row,  # [num_reqs, row_width] int32
+    row_width,
+    query_start_loc_ptr,  # [num_reqs + 1] int32
+    seq_lens_ptr,  # [num_reqs] int32
+    mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
+    num_reqs,
+    num_kv_heads,
+    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
+    num_heads,
+    head_base_ptr, block_stride_ptr,  # [kv_heads] int64, in elements
+    table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr,  # [kv_heads] int32
+    token_stride,  # in elements
+    softmax_scale,
+    soft_cap,  # float32, or None
+    sinks_ptr,  # [q_heads], or None
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,  # these and the others: see Cache and Tiles
+    BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, VISITS_MASKED: tl.constexpr,
+    HAS_RING: tl.constexpr,
+    TILE_QUERIES: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_DIM: tl.constexpr, PRECISION: tl.constexpr,
+    CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,
+    MIN_STEPS: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles * num_heads,), plus num_programs - num_heads where programs share tiles.
+
+    A program computes one query tile of one KV head, or a part of its keys. There are
+    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs
+    share the tiles that have queries. The last strides of out, q and the table are 1.
+    """
+    CACHE: tl.constexpr = Cache(
+        BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, CODEC, SCALES_PER_BLOCK
+    )
+    TILES: tl.constexpr = Tiles(
+        GROUP, HEAD_DIM, TILE_QUERIES, TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MIN_STEPS,
+        FOLDS,
+    )  # fmt: skip
+    batch = Batch(
+        query_start_loc_ptr, seq_lens_ptr, mask_offsets_ptr, num_tokens, num_reqs, num_kv_heads
+    )
+    pairs = tl.num_programs(0)
+    if states_ptr is not None:
+        pairs -= num_programs - num_heads
+    # The last tiles of a chunk have the most keys, so they run first. Heads vary fastest.
+    pair = pairs - 1 - tl.program_id(0)
+    split = 0
+    if states_ptr is not None:
+        tiles = _count_tiles(batch, TILE_QUERIES)
+        num_splits = tl.minimum(num_splits, num_programs // (tiles * num_heads))
+        num_splits = tl.maximum(num_splits, 1)
+        if pair < 0:
+            split = 1 + (-1 - pair) // (tiles * num_heads)
+            pair = (-1 - pair) % (tiles * num_heads)
+        if split >= num_splits:
+            return
+    head = pair % num_heads
+    tile = pair // num_heads
+    if heads_ptr is not None:
+        head = tl.load(heads_ptr + head)
+    req = _find_request(batch, tile, TILE_QUERIES)
+    queries = _load_tile(batch, req, tile, TILE_QUERIES)
+    if queries.first_query >= queries.query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + req)
+    table_offset = tl.load(table_offset_ptr + head)
+    window = tl.load(window_ptr + head) if HAS_WINDOW else None
+    sink = tl.load(sink_ptr + head) if HAS_WINDOW else None
+    ring_blocks = tl.load(ring_blocks_ptr + head) if HAS_RING else None
+
+    row = _tile_row(queries, head, tl.arange(0, TILE_ROWS), GROUP)
+    dims = tl.arange(0, TILE_DIM)
+    in_head = dims < HEAD_DIM
+    q_offset = head_offset(HeadRows(q_ptr, stride_q_token, stride_q_head), row.token, row.q_head)
+    q_offset = q_offset[:, None] + dims[None, :]
+    q = tl.load(q_ptr + q_offset, mask=row.in_tile[:, None] & in_head[None, :], other=0.0)
+    keys, steps = _find_keys(queries, row, seq_len, mask_offsets_ptr, window, sink, CACHE, TILES)
+    splits = 1
+    if states_ptr is not None:
+        steps, splits = _divide_steps(steps, split, num_splits, MIN_STEPS)
+        if split >= splits:
+            return
+    # The head's columns of the request's row, counted from 0.
+    table_row_ptr = block_table_ptr + req.to(tl.int64) * stride_table_row + table_offset
+    visited_row_ptr = None
+    if visited_ptr is not None:
+        visited_row = req.to(tl.int64) * num_kv_heads + head
+        visited_row_ptr = visited_ptr + visited_row * row_width + table_offset
+    acc, top, total = _attend_tile(
+        q, keys, steps, TableRow(table_row_ptr, 0, sink, ring_blocks), head, visited_row_ptr,
+        PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride),
+        PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
+        Softmax(softmax_scale, soft_cap, sinks_ptr),
+        load_logit_sink(sinks_ptr, row.q_head, row.in_tile & (split == 0)),
+        CACHE, TILES,
+    )  # fmt: skip
+    _store_tile(
+        HeadRows(out_ptr, stride_out_token, stride_out_head),
+        HeadRows(lse_ptr, stride_lse_token, stride_lse_head),
+        States(states_ptr, states_lse_ptr, arrivals_ptr),
+        batch, req, tile, head, split, splits, acc, top, total, TILES,
+    )  # fmt: skip
 
 
 def paged_prefill_attention(
