@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -44,6 +44,7 @@ from mrv1.kernels.attention.decode.plan import Item
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.cache.formats import FP8
+from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.kernels.layers.contracts import FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
@@ -135,7 +136,7 @@ def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
         for num_splits in (1, 3, None):
             splits = num_splits and PrefillSplits.allocate(
                 num_tokens=74, num_reqs=3, max_query_len=40, layout=case.layout, num_q_heads=16,
-                dtype=q.dtype, is_fp8=case.scales is not None, num_splits=num_splits,
+                dtype=q.dtype, page_format=format_of(q.dtype, case.scales), num_splits=num_splits,
             )  # fmt: skip
             yield ops.paged_prefill_attention(
                 q, case.k_cache, case.v_cache, case.block_table, case.query_start_loc,
@@ -381,19 +382,14 @@ OPS: dict[str, Op] = {
 }  # fmt: skip
 
 
-LEAST_SIZES = (
-    (prefill_attention, "MIN_SPLIT_STEPS"),  # 1, so that short contexts too are split
-    (prefill_choice, "MIN_WARP_GROUP_QUERIES"),  # so that Hopper's kernels run, without splits too
-    (prefill_choice, "MIN_QUEUED_QUERIES"),
-)
-"""Thresholds that are 1 while the kernels run."""
-
-
 def run(device: torch.device) -> None:
     """Run every kernel and its oracle; raise where they differ."""
-    with ExitStack() as patched:
-        for module, name in LEAST_SIZES:
-            patched.enter_context(patch.object(module, name, 1))
+    # Short contexts too are split, and Hopper's kernels run, without splits too.
+    hopper = tuple(replace(row, min_queries=0) for row in prefill_choice.KERNELS)
+    with (
+        patch.object(prefill_attention, "MIN_SPLIT_STEPS", 1),
+        patch.object(prefill_choice, "KERNELS", hopper),
+    ):
         _run_all(device)
 
 

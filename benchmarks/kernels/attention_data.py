@@ -107,7 +107,7 @@ class AttentionData:
             layout=self.layout,
             num_q_heads=case.num_q_heads,
             dtype=case.dtype,
-            is_fp8=case.is_fp8,
+            page_format=case.page_format,
         )
 
 

@@ -17,6 +17,7 @@ from mrv1.kernels import DecodePlan, PrefillSplits
 from mrv1.kernels.attention.prefill.choice import (
     LaunchChoice,
     PrefillAttentionConfig,
+    PrefillLayer,
     choose_config,
     choose_launch,
 )
@@ -155,7 +156,7 @@ class KernelBackend:
             layout=fewest.layout,
             num_q_heads=self._num_q_heads,
             dtype=self._dtype,
-            is_fp8=fewest.scales is not None,
+            page_format=fewest.page_format,
         )
 
     def prefill_choices(
@@ -172,15 +173,7 @@ class KernelBackend:
             return ()
         fewest = _with_fewest_full_heads(caches)
         return tuple(
-            choose_launch(
-                cache.layout,
-                fewest.layout,
-                self._dtype,
-                cache.scales is not None,
-                self._num_q_heads,
-                max_query_len,
-                num_tokens,
-            )
+            choose_launch(self._layer(cache), self._layer(fewest), max_query_len, num_tokens)
             for cache in {id(cache.layout): cache for cache in caches}.values()
         )
 
@@ -194,16 +187,12 @@ class KernelBackend:
             max_query_len: tokens of the longest row.
         """
         return tuple(
-            choose_config(
-                cache.layout,
-                self._dtype,
-                cache.scales is not None,
-                self._num_q_heads,
-                max_query_len,
-                has_offsets=True,
-            )
+            choose_config(self._layer(cache), max_query_len, has_offsets=True)
             for cache in {id(cache.layout): cache for cache in caches}.values()
         )
+
+    def _layer(self, cache: LayerCache) -> PrefillLayer:
+        return PrefillLayer(cache.layout, self._dtype, cache.page_format, self._num_q_heads)
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """Decode rows of one token, or all rows if all have the same 2 to 8; prefill others."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels._base.checks import FLOAT_DTYPES
 from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig
+from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.testing.strategies import LayoutCase, PagedCase
@@ -129,7 +130,7 @@ def make_splits(case: PagedCase, q: torch.Tensor, num_splits: int | None) -> Pre
         layout=case.layout,
         num_q_heads=q.shape[1],
         dtype=q.dtype,
-        is_fp8=case.scales is not None,
+        page_format=format_of(q.dtype, case.scales),
         num_splits=num_splits,
     )
 
@@ -227,6 +228,11 @@ def attention_logits(draw, num_q_heads: int, device) -> dict[str, object]:
         dtype = draw(st.sampled_from(FLOAT_DTYPES))
         options["sinks"] = torch.tensor(sinks, dtype=dtype, device=device)
     return options
+
+
+def always_faster() -> tuple[prefill_choice.WarpGroupKernel, ...]:
+    """Return the kernels of warp groups without the lengths from which on they are faster."""
+    return tuple(replace(row, min_rows=0, min_queries=0) for row in prefill_choice.KERNELS)
 
 
 @contextmanager

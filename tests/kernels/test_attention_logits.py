@@ -210,7 +210,7 @@ def test_a_cap_or_sinks_take_the_triton_kernel(device, monkeypatch):
     def ask(*_args: object, **_options: object) -> bool:
         raise _WarpGroupsAskedError
 
-    monkeypatch.setattr(prefill_attention, "fits_warp_groups", ask)
+    monkeypatch.setattr(prefill_attention, "kernel_for", ask)
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(3,), seq_lens=(16,))).to(device)
     q = make_queries(case, 1)

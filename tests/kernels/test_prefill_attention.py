@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
-from mrv1.kernels.attention import prefill
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
-from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig, prefills_decodes_too
+from mrv1.kernels.attention.prefill.choice import (
+    PrefillAttentionConfig,
+    PrefillLayer,
+    prefills_decodes_too,
+)
+from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -274,15 +278,17 @@ def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeyp
     info = type("Info", (), {"num_sms": 132, "capability": (9, 0)})()
     monkeypatch.setattr(prefill_choice, "device_info", lambda _: info)
 
-    def found(is_fp8=False, max_query_len=4096, num_tokens=8192, padding=0, **options):
+    def found(page_format=None, max_query_len=4096, num_tokens=8192, padding=0, **options):
         num_q_heads, dtype = options.pop("num_q_heads", 16), options.pop("dtype", torch.bfloat16)
         layout = KVLayout.hnd(8, 16, options.pop("head_dim", 128), device=device, **options)
         layout = replace(layout, token_stride=layout.token_stride + padding)
-        return prefills_decodes_too(layout, dtype, is_fp8, num_q_heads, max_query_len, num_tokens)
+        page_format = page_format or PageFormat.plain(dtype)
+        layer = PrefillLayer(layout, dtype, page_format, num_q_heads)
+        return prefills_decodes_too(layer, max_query_len, num_tokens)
 
     assert found()
     assert found(head_dim=64)
-    assert not found(is_fp8=True)  # a tile converts the codes of its keys for one query
+    assert not found(FP8)  # a tile converts the codes of its keys for one query
     assert not found(head_dim=80)  # no kernel of warp groups
     assert not found(num_q_heads=8 * 71)  # a tile has no place for such groups
     assert not found(dtype=torch.float32)
@@ -321,7 +327,7 @@ def test_streaming_heads_are_computed_apart_where_full_heads_take_another_kernel
         call.out[:, full] = call.lse[:, full] = 3.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_attention, "fits_warp_groups", lambda *_, **__: True)
+        patch.setattr(prefill_attention, "kernel_for", lambda *_: prefill_choice.KERNELS[-1])
         for name in ("hopper", "hopper_queue"):
             stand_in = SimpleNamespace(launch=launch)
             patch.setattr(prefill, name, stand_in, raising=False)

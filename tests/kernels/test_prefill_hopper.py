@@ -19,11 +19,19 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
 from mrv1.kernels.attention.prefill import choice as prefill_choice
-from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, fits_warp_groups, takes_turns
+from mrv1.kernels.attention.prefill.choice import (
+    KERNELS,
+    WARP_GROUP_TILES,
+    PrefillLayer,
+    division_of,
+    kernel_for,
+)
+from mrv1.kernels.cache.formats import PageFormat
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
     Result,
+    always_faster,
     assert_equal,
     assert_in_budget,
     empty_outputs,
@@ -51,9 +59,7 @@ def _always():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not run: no GPU of sm_90")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_choice, "MIN_WARP_GROUP_QUERIES", 1)
-        patch.setattr(prefill_choice, "MIN_QUEUED_QUERIES", 1)
-        patch.setattr(prefill_choice, "MIN_SHARED_ROWS", 1)
+        patch.setattr(prefill_choice, "KERNELS", always_faster())
         yield
 
 
@@ -66,7 +72,13 @@ def _any_share(monkeypatch):
 
 
 def _fits(case, q, splits=None):
-    return fits_warp_groups(q, case.k_cache, case.v_cache, case.layout, 1, splits)
+    return _takes(q, case.k_cache, case.v_cache, case.layout, 1, splits)
+
+
+def _takes(q, k_cache, v_cache, layout, max_query_len, splits=None) -> bool:
+    """Return whether the launch takes a kernel of warp groups."""
+    layer = PrefillLayer(layout, q.dtype, PageFormat.plain(q.dtype), q.shape[1])
+    return kernel_for(layer, q, k_cache, v_cache, max_query_len, splits) is not None
 
 
 def _check(case, group, **options) -> Result:
@@ -325,14 +337,12 @@ def test_where_the_triton_kernel_is_faster_it_runs():
     )  # fmt: skip
     queue = replace(splits, num_splits=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_choice, "MIN_WARP_GROUP_QUERIES", 4096)
-        patch.setattr(prefill_choice, "MIN_QUEUED_QUERIES", 256)
-        patch.setattr(prefill_choice, "MIN_SHARED_ROWS", 64)
+        patch.setattr(prefill_choice, "KERNELS", KERNELS)
         for num_queries, shared, expected in (
             (4095, None, False), (4096, None, True), (15, splits, False), (16, splits, True),
             (255, queue, False), (256, queue, True),
         ):  # fmt: skip
-            assert fits_warp_groups(q, cache, cache, layout, num_queries, shared) is expected
+            assert _takes(q, cache, cache, layout, num_queries, shared) is expected
 
 
 @pytest.mark.parametrize(
@@ -350,7 +360,7 @@ def test_other_layouts_take_the_triton_kernel(make):
     q = torch.empty(1, 8, layout.head_dim, dtype=torch.bfloat16, device="cuda")
     pages = 4 * layout.block_size * 2 * layout.head_dim
     cache = torch.empty(pages, dtype=torch.bfloat16, device="cuda")
-    assert not fits_warp_groups(q, cache, cache, layout, 8192, None)
+    assert not _takes(q, cache, cache, layout, 8192, None)
 
 
 def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():
@@ -359,12 +369,12 @@ def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():
     cache = torch.empty(4 * 16 * 2 * 128 + 8, dtype=torch.bfloat16, device="cuda")
     whole = cache[:-8]
     odd, q = q, q[:, :8]
-    assert fits_warp_groups(q, whole, whole, layout, 1, None)
-    assert fits_warp_groups(q[:, :6], whole, whole, layout, 1, None)
-    assert not fits_warp_groups(q.float(), whole, whole, layout, 1, None)
-    assert not fits_warp_groups(odd, whole, whole, layout, 1, None)
-    assert not fits_warp_groups(q, cache, cache, layout, 1, None)
-    assert not fits_warp_groups(q, cache[1:-7], whole, layout, 1, None)
+    assert _takes(q, whole, whole, layout, 1, None)
+    assert _takes(q[:, :6], whole, whole, layout, 1, None)
+    assert not _takes(q.float(), whole, whole, layout, 1, None)
+    assert not _takes(odd, whole, whole, layout, 1, None)
+    assert not _takes(q, cache, cache, layout, 1, None)
+    assert not _takes(q, cache[1:-7], whole, layout, 1, None)
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
@@ -391,7 +401,6 @@ def test_queries_that_no_bulk_copy_can_read_take_no_turns(device):
     q = make_queries(case, 4)
     odd = torch.empty(*q.shape[:2], 132, dtype=q.dtype, device=device)[:, :, :128].copy_(q)
     splits = make_splits(case, q, 1)
-    assert takes_turns(q, splits)
-    assert not takes_turns(odd, splits)
-    assert not takes_turns(q, None)
+    assert division_of(splits, q) == "queue"
+    assert division_of(splits, odd) == division_of(None, q) == "tiles"
     assert_equal(run_prefill(kernels, case, odd, splits=splits), run_prefill(kernels, case, q))

@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, reference
 from mrv1.kernels.attention.prefill import choice as prefill_choice
-from mrv1.kernels.attention.prefill.choice import fits_warp_groups
+from mrv1.kernels.attention.prefill.choice import KERNELS, PrefillLayer, kernel_for
+from mrv1.kernels.cache.formats import FP8
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
     SENTINEL,
     Result,
+    always_faster,
     assert_equal,
     assert_in_budget,
     empty_outputs,
@@ -46,7 +48,7 @@ def _always():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("not run: no GPU of sm_90")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_choice, "MIN_FP8_ROWS", 1)
+        patch.setattr(prefill_choice, "KERNELS", always_faster())
         yield
 
 
@@ -59,7 +61,13 @@ def _any_share(monkeypatch):
 
 
 def _fits(case, q, splits=None):
-    return fits_warp_groups(q, case.k_cache, case.v_cache, case.layout, 1, splits, is_fp8=True)
+    return _takes(q, case.k_cache, case.v_cache, case.layout, 1, splits)
+
+
+def _takes(q, k_cache, v_cache, layout, max_query_len, splits=None) -> bool:
+    """Return whether the launch takes the kernel."""
+    layer = PrefillLayer(layout, q.dtype, FP8, q.shape[1])
+    return kernel_for(layer, q, k_cache, v_cache, max_query_len, splits) is not None
 
 
 def _check(case, group, q=None, **options) -> Result:
@@ -238,7 +246,6 @@ def test_few_rows_take_the_triton_kernel():
     q = torch.empty(64, 8, 128, dtype=torch.bfloat16, device="cuda")
     cache = torch.empty(4 * 16 * 2 * 128, dtype=torch.uint8, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_choice, "MIN_FP8_ROWS", 256)
+        patch.setattr(prefill_choice, "KERNELS", KERNELS)
         for num_queries, expected in ((63, False), (64, True)):
-            fits = fits_warp_groups(q, cache, cache, layout, num_queries, None, is_fp8=True)
-            assert fits is expected
+            assert _takes(q, cache, cache, layout, num_queries) is expected

@@ -397,12 +397,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             not impl.logits_soft_cap
             and impl.sinks is None
             and prefills_decodes_too(
-                impl.bound.pages.layout,
-                self._dtype,
-                impl.bound.layer.is_fp8,
-                impl.num_heads,
-                max_query_len,
-                num_tokens,
+                impl.bound.prefills(self._dtype), max_query_len, num_tokens
             )
             for impl in self._impls
         )

@@ -100,7 +100,8 @@ def launch_every_prefill(bound: BoundLayer, batches: Batches) -> None:
     """Launch each kernel of a layer that may prefill a batch, on queries that see no keys."""
     layer, layout = bound.layer, bound.pages.layout
     device, dtype = bound.kv_cache.device, batches.dtype
-    choice = partial(choose_launch, layout, layout, dtype, layer.is_fp8, layer.num_heads)
+    prefills = bound.prefills(dtype)
+    choice = partial(choose_launch, prefills, prefills)
     for lengths in prefills_of_each(
         choice,
         shortest=2,

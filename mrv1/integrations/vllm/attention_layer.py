@@ -15,6 +15,8 @@ import torch
 from mrv1.device import kernel_path
 from mrv1.integrations.vllm.attention_pages import Pages, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels.attention.prefill.choice import PrefillLayer
+from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.kernels.registry import Ops, select_ops
 
 
@@ -105,7 +107,7 @@ class BoundLayer:
             num_q_heads=self.layer.num_heads,
             dtype=dtype,
             query_len=query_len,
-            page_format=None if self.pages.scales is None else self.pages.scales.page_format,
+            page_format=format_of(dtype, self.pages.scales),
         )
 
     def allocate_splits(
@@ -119,8 +121,13 @@ class BoundLayer:
             layout=self.pages.layout,
             num_q_heads=self.layer.num_heads,
             dtype=dtype,
-            is_fp8=self.layer.is_fp8,
+            page_format=format_of(dtype, self.pages.scales),
         )
+
+    def prefills(self, dtype: torch.dtype) -> PrefillLayer:
+        """Return what the choice of a prefill kernel asks about the layer."""
+        page_format = format_of(dtype, self.pages.scales)
+        return PrefillLayer(self.pages.layout, dtype, page_format, self.layer.num_heads)
 
     def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values, ``[tokens, kv_heads, head_size]``; slot -1 = padding."""

@@ -67,11 +67,11 @@ from mrv1.kernels.attention.online_softmax import (
 from mrv1.kernels.attention.prefill.call import PrefillCall
 from mrv1.kernels.attention.prefill.choice import (
     ANY_QUERY_LEN,
+    PrefillLayer,
     PrefillSplits,
     check_splits,
     choose_config,
-    fits_warp_groups,
-    takes_turns,
+    kernel_for,
 )
 from mrv1.kernels.cache.addresses import (
     ALIGNED_CODES,
@@ -84,7 +84,7 @@ from mrv1.kernels.cache.addresses import (
 from mrv1.kernels.cache.codes import product_query, scale_index
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.kv_scales import KVScales, format_of
 from mrv1.kernels.cache.scale_arguments import cache_arguments, codec_constexprs
 
 SCAN_REQS = tl.constexpr(128)
@@ -693,7 +693,7 @@ def paged_prefill_attention(
         layout: where the pages lie and what each head may see.
         softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
         max_query_len: upper bound on a request's queries. It limits the size of a tile, and on
-            sm_90 it may choose the kernel (``fits_warp_groups``), so it changes the result by
+            sm_90 it may choose the kernel (``choice.KERNELS``), so it changes the result by
             rounding only. 0 = no queries (``q`` may still have rows of padding).
         logits_soft_cap: as in ``paged_decode_attention``; with a cap or sinks, the kernels for
             sm_90 are not chosen.
@@ -751,25 +751,19 @@ def paged_prefill_attention(
     check_query_start_loc(query_start_loc, num_reqs, max_query_len, q.device)
     check_attn_mask_offsets(attn_mask_offsets, q)
     check_splits(splits, q, deterministic)
-    group = num_q_heads // layout.num_kv_heads
     check_head_dim(layout)
     check_launchable("q", q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if num_reqs == 0 or num_tokens == 0 or max_query_len == 0:
         return out
-    config = choose_config(
-        layout,
-        q.dtype,
-        scales is not None,
-        num_q_heads,
-        ANY_QUERY_LEN if deterministic else max_query_len,
-        attn_mask_offsets is not None,
-    )
+    layer = PrefillLayer(layout, q.dtype, format_of(q.dtype, scales), num_q_heads)
+    longest = ANY_QUERY_LEN if deterministic else max_query_len
+    config = choose_config(layer, longest, attn_mask_offsets is not None)
     folds = deterministic and attn_mask_offsets is None and scales is None
     folds = folds and not layout.has_window
     if folds:
-        config = config.with_folds(group, device_info(q.device).capability)
-    tile_queries = config.tile_rows // group
+        config = config.with_folds(layer.group, device_info(q.device).capability)
+    tile_queries = config.tile_rows // layer.group
     num_tiles = num_tokens // tile_queries + num_reqs
     arrivals = None if splits is None else splits.arrivals
     num_sharing = 0 if splits is None or arrivals is None else splits.num_programs
@@ -781,9 +775,7 @@ def paged_prefill_attention(
     is_plain = attn_mask_offsets is None and visited is None and not deterministic
     is_plain = is_plain and not logits_soft_cap and sinks is None
     heads, num_heads = None, layout.num_kv_heads
-    if is_plain and fits_warp_groups(
-        q, k_cache, v_cache, layout, max_query_len, splits, is_fp8=scales is not None
-    ):
+    if is_plain and (kernel := kernel_for(layer, q, k_cache, v_cache, max_query_len, splits)):
         # Imported here: Gluon needs a compiler, which the interpreter's process has not.
         from mrv1.kernels.attention.prefill import hopper, hopper_queue
 
@@ -792,7 +784,7 @@ def paged_prefill_attention(
             query_start_loc=query_start_loc, seq_lens=seq_lens, layout=layout,
             softmax_scale=softmax_scale, out=out, lse=lse,
         )  # fmt: skip
-        if scales is None and splits is not None and takes_turns(q, splits):
+        if splits is not None and kernel.module == "hopper_queue":
             hopper_queue.launch(call, splits)
         else:
             hopper.launch(call, splits if num_sharing else None, scales)
@@ -837,7 +829,7 @@ def paged_prefill_attention(
         softmax_scale,
         logits_soft_cap or None,
         sinks,
-        GROUP=group,
+        GROUP=layer.group,
         HEAD_DIM=layout.head_dim,
         BLOCK_SIZE=layout.block_size,
         HAS_WINDOW=layout.has_window,

@@ -1,18 +1,22 @@
-"""Launch choices of prefill attention, and the buffers of programs that share a tile."""
+"""The choice of a prefill kernel and its launch, and the buffers of programs that share tiles.
+
+``CONFIGS`` says how the portable kernel is launched, ``KERNELS`` where another kernel is faster.
+The first row of a table whose limits a launch keeps is taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from mrv1.device import INTERPRET, device_info
 from mrv1.kernels._base.arithmetic import next_power_of_2
+from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
-from mrv1.kernels.cache.scale_arguments import product_dtype
 
 MIN_DOT_ROWS = 16
 """Fewest rows that ``tl.dot`` accepts."""
@@ -36,22 +40,32 @@ WARP_GROUP_TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 """head_dim -> keys of a tile, and tiles of K and of V that they have in shared memory, which take
 112, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys) / 2
 accumulators of output and scores, and the weights."""
-WARP_GROUP_FP8_DIM = 128
-MAX_ODD_GROUP = 32
-"""Query heads per KV head, where they do not divide a tile's rows: so many fill most of them."""
 COPY_BYTES = 16
 """Alignment of what a bulk copy reads."""
-MIN_WARP_GROUP_QUERIES = 4096
-MIN_QUEUED_QUERIES = 256
-MIN_SHARED_ROWS = 64
-MIN_FP8_ROWS = 256
-"""Where the kernels of warp groups are faster: see ``fits_warp_groups``."""
 
-_BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
+Division = Literal["tiles", "keys", "queue"]
+"""How a launch is divided among programs: a tile each, a tile's keys, or tiles from a queue."""
+
+MASKS = ("causal", "window", "offsets")
+"""What hides keys, each of them what the one before hides too, for which code takes registers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLayer(NamedTuple):
+    """What the prefills of a layer have in common."""
+
+    layout: KVLayout
+    dtype: torch.dtype
+    """Of the queries."""
+    page_format: PageFormat
+    num_q_heads: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.layout.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillAttentionConfig:
     """Launch choices of one prefill attention."""
 
@@ -73,42 +87,26 @@ class PrefillAttentionConfig:
         has_window: bool = False,
         has_offsets: bool = False,
     ) -> PrefillAttentionConfig:
-        """Return the configuration for a head, cache dtype, compute capability and mask."""
+        """Return the configuration of the first row of ``CONFIGS`` that holds.
+
+        Args:
+            head_dim: of the cache.
+            dtype: see ``PageFormat.product_dtype``.
+            capability: the GPU's compute capability, None = AMD.
+            has_window: whether some head has a window.
+            has_offsets: whether queries have ranges of keys.
+        """
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
-        if dtype == torch.float32:
-            # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
-            return cls(tile_rows=16, tile_tokens=16, num_warps=4, num_stages=1)
-        if dtype == torch.float8_e4m3fn:
-            # Codes are widened to fp16 in registers, which spill with more keys at once.
-            if capability == (9, 0) and head_dim <= 128:
-                tile_tokens = 32 if has_window or has_offsets else 64
-                return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
-            # Heads above 128: 4 warps spill on sm_89, 8 warps spill on gfx942.
-            num_warps = 8 if head_dim > 128 and capability is not None else 4
-            return cls(tile_rows=32, tile_tokens=32, num_warps=num_warps, num_stages=2)
-        if head_dim > 128:
-            # One stage fits in gfx942's 64 KiB of shared memory; 4 warps spill on sm_89.
-            stages = 2 if capability in _BIG_SHARED_MEMORY else 1
-            return cls(tile_rows=64, tile_tokens=32, num_warps=8, num_stages=stages)
-        if capability == (9, 0):
-            # With 128 registers two programs share a multiprocessor: one computes its softmax
-            # while the other multiplies. The code for windows spills a little at 64 keys, but is
-            # an eighth faster than at 32 where some heads see far; the code for mask offsets
-            # spills even at 32.
-            tile_tokens, stages = (32, 3) if has_offsets else (64, 2)
-            return cls(
-                tile_rows=128,
-                tile_tokens=tile_tokens,
-                num_warps=8,
-                num_stages=stages,
-                max_registers=None if has_offsets else 128,
-            )
-        if capability in _BIG_SHARED_MEMORY:
-            tile_tokens = 32 if has_offsets else 64  # 64 spills on sm_100
-            return cls(tile_rows=128, tile_tokens=tile_tokens, num_warps=8, num_stages=3)
-        tile_tokens = 32 if head_dim > 64 else 64  # 64 spills on sm_89
-        return cls(tile_rows=64, tile_tokens=tile_tokens, num_warps=4, num_stages=2)
+        mask = "offsets" if has_offsets else "window" if has_window else "causal"
+        return next(
+            row.config
+            for row in CONFIGS
+            if row.element_bytes == dtype.itemsize
+            and (row.gpus is None or capability in row.gpus)
+            and head_dim <= row.head_dim
+            and MASKS.index(mask) <= MASKS.index(row.mask)
+        )
 
     def launch_options(self) -> dict[str, int]:
         """Return the compiler's options, without the constexprs."""
@@ -132,6 +130,130 @@ class PrefillAttentionConfig:
         rows = min(self.tile_rows, rows)
         num_warps = 4 if is_hopper and rows < self.tile_rows else self.num_warps
         return replace(self, tile_rows=rows, num_warps=num_warps, max_registers=None)
+
+
+class ConfigRow(NamedTuple):
+    """A row of ``CONFIGS``: its limits, and the configuration of launches that keep them."""
+
+    element_bytes: int  # of the dtype; 1 = codes
+    gpus: tuple[tuple[int, int] | None, ...] | None  # compute capabilities; None = any GPU
+    head_dim: int  # the largest
+    mask: str  # the last of ``MASKS``
+    config: PrefillAttentionConfig
+
+
+_AMD, _HOPPER, _ANY = (None,), ((9, 0),), None
+_BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
+_ANY_DIM = 1 << 30
+
+CONFIGS = tuple(
+    ConfigRow(*limits, PrefillAttentionConfig(*choices))
+    for *limits, choices in (
+        # (..., (rows of a tile, keys of a tile, warps, stages, registers))
+        # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
+        (4, _ANY, _ANY_DIM, "offsets", (16, 16, 4, 1)),
+        # Codes are widened to fp16 in registers, which spill with more keys at once.
+        (1, _HOPPER, 128, "causal", (64, 64, 4, 2)),
+        (1, _HOPPER, 128, "offsets", (64, 32, 4, 2)),
+        (1, _ANY, 128, "offsets", (32, 32, 4, 2)),
+        (1, _AMD, _ANY_DIM, "offsets", (32, 32, 4, 2)),  # 8 warps spill on gfx942
+        (1, _ANY, _ANY_DIM, "offsets", (32, 32, 8, 2)),  # 4 warps spill on sm_89
+        # With 128 registers two programs share a multiprocessor: one computes its softmax while
+        # the other multiplies. The code for windows spills a little at 64 keys, but is an eighth
+        # faster than at 32 where some heads see far; the code for mask offsets spills even at 32.
+        (2, _HOPPER, 128, "window", (128, 64, 8, 2, 128)),
+        (2, _BIG_SHARED_MEMORY, 128, "window", (128, 64, 8, 3)),
+        (2, _BIG_SHARED_MEMORY, 128, "offsets", (128, 32, 8, 3)),  # 64 keys spill on sm_100
+        (2, _ANY, 64, "offsets", (64, 64, 4, 2)),
+        (2, _ANY, 128, "offsets", (64, 32, 4, 2)),  # 64 keys spill on sm_89
+        (2, _BIG_SHARED_MEMORY, _ANY_DIM, "offsets", (64, 32, 8, 2)),
+        # One stage fits in gfx942's 64 KiB of shared memory; 4 warps spill on sm_89.
+        (2, _ANY, _ANY_DIM, "offsets", (64, 32, 8, 1)),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarpGroupKernel:
+    """A row of ``KERNELS``: a kernel of warp groups, and the launches for which it is faster.
+
+    It computes the full heads, of which there must be some; the streaming heads get a launch of
+    the portable kernel. It copies whole pages in bulk, so a page must be contiguous and start at a
+    multiple of ``head_dim`` elements. Its programs take longer to start than the portable ones.
+    """
+
+    module: str
+    """Its module in this folder."""
+    dtypes: tuple[torch.dtype, ...]
+    """Of the pages' elements; the queries have 16 bits."""
+    head_dims: tuple[int, ...]
+    divisions: tuple[Division, ...]
+    max_odd_group: int = 0
+    """Most query heads per KV head where they do not divide a tile's rows: so many fill most."""
+    min_rows: int = 0
+    """Fewest queries of the longest chunk, times the query heads of a KV head."""
+    min_queries: int = 0
+    """Fewest queries of the longest chunk."""
+
+    def runs(self, layer: PrefillLayer) -> bool:
+        """Return whether device, pages and heads have the form that the kernel takes."""
+        layout, dtype, page_format, _ = layer
+        return (
+            device_info(layout.head_base.device).capability == WARP_GROUP_CAPABILITY
+            and dtype in (torch.float16, torch.bfloat16)
+            and page_format.dtype in self.dtypes
+            and layout.head_dim in self.head_dims
+            and layout.block_size <= WARP_GROUP_TILES[layout.head_dim][0]
+            and layout.token_stride == layout.address_unit == layout.head_dim
+            and len(layout.full_heads) > 0
+            and (WARP_GROUP_ROWS % layer.group == 0 or layer.group <= self.max_odd_group)
+        )
+
+
+_OF_16_BITS = partial(
+    WarpGroupKernel,
+    dtypes=(torch.float16, torch.bfloat16),
+    head_dims=tuple(WARP_GROUP_TILES),
+    max_odd_group=32,
+)
+KERNELS = (
+    # Speeds relative to the portable kernel, on an H200, heads of 128 dimensions.
+    # 1.3 to 2.4 from 256 rows on, the fewest that were measured.
+    WarpGroupKernel(
+        module="hopper_fp8",
+        dtypes=(FP8.dtype,),
+        head_dims=(128,),
+        divisions=("tiles", "keys", "queue"),  # a queue it leaves alone
+        min_rows=256,
+    ),
+    # 1.2 to 2.5 from 64 rows on, 0.6 with 16 rows.
+    _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64),
+    # 1.1 to 1.2.
+    _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=256),
+    # 1.1 to 1.2 from 4,096 queries on, but 0.8 for requests of 512 tokens.
+    _OF_16_BITS(module="hopper", divisions=("tiles",), min_queries=4096),
+)
+
+
+def choose_kernel(
+    layer: PrefillLayer, max_query_len: int, division: Division
+) -> WarpGroupKernel | None:
+    """Return the kernel for the full heads of a causal launch; None = the portable kernel."""
+    for kernel in KERNELS:
+        if (
+            division in kernel.divisions
+            and layer.group * max_query_len >= kernel.min_rows
+            and max_query_len >= kernel.min_queries
+            and kernel.runs(layer)
+        ):
+            return kernel
+    return None
+
+
+def _has_queue(layer: PrefillLayer) -> bool:
+    """Return whether some kernel takes the layer's tiles from a queue."""
+    return any(kernel.divisions == ("queue",) and kernel.runs(layer) for kernel in KERNELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +288,7 @@ class PrefillSplits:
         layout: KVLayout,
         num_q_heads: int,
         dtype: torch.dtype,
-        is_fp8: bool = False,
+        page_format: PageFormat | None = None,
         num_splits: int | None = None,
     ) -> PrefillSplits | None:
         """Return the buffers for a launch of these shapes, on the layout's device.
@@ -178,7 +300,7 @@ class PrefillSplits:
             layout: head roles and head dimension.
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
-            is_fp8: whether the cache has scales.
+            page_format: how the cache stores values; None = as they are, like the queries.
             num_splits: programs per tile, 1 to 16; None = up to 16, so that the programs of
                 all tiles of the batch together fill the device.
 
@@ -190,16 +312,16 @@ class PrefillSplits:
         """
         if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
+        layer = PrefillLayer(layout, dtype, page_format or PageFormat.plain(dtype), num_q_heads)
         device = layout.head_base.device
-        config = choose_config(layout, dtype, is_fp8, num_q_heads, max_query_len)
-        tile_queries = config.tile_rows * layout.num_kv_heads // num_q_heads
+        tile_queries = choose_config(layer, max_query_len).tile_rows // layer.group
         num_tiles = num_tokens // tile_queries + num_reqs
         if num_splits is None:
             num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
-            num_splits = _choose_num_splits(layout, tile_queries, num_tokens)
+            num_splits = _choose_num_splits(layer, max_query_len, num_tokens)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
-        if num_tokens == 0 or (num_splits < 2 and not _has_warp_groups(layout, is_fp8)):
+        if num_tokens == 0 or (num_splits < 2 and not _has_queue(layer)):
             return None
         if num_splits < 2:
             ticket = torch.zeros(1, dtype=torch.int32, device=device)
@@ -221,26 +343,24 @@ class PrefillSplits:
 
 
 def choose_config(
-    layout: KVLayout,
-    dtype: torch.dtype,
-    is_fp8: bool,
-    num_q_heads: int,
-    max_query_len: int,
-    has_offsets: bool = False,
+    layer: PrefillLayer, max_query_len: int, has_offsets: bool = False
 ) -> PrefillAttentionConfig:
     """Return the configuration for a prefill launch: tiles no larger than its chunks need."""
+    layout, dtype, page_format, _ = layer
     config = PrefillAttentionConfig.default_for(
         layout.head_dim,
-        product_dtype(dtype, is_fp8),
+        page_format.product_dtype(dtype),
         device_info(layout.head_base.device).capability,
         layout.has_window,
         has_offsets,
     )
-    return config.fit_rows(num_q_heads // layout.num_kv_heads, max(max_query_len, 1))
+    return config.fit_rows(layer.group, max(max_query_len, 1))
 
 
-def _choose_num_splits(layout: KVLayout, tile_queries: int, num_tokens: int) -> int:
+def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int) -> int:
     """Return programs per tile so that those of all tiles fill the device; 0 and 1 = one."""
+    layout = layer.layout
+    tile_queries = choose_config(layer, max_query_len).tile_rows // layer.group
     # Streaming heads have few keys beside long contexts: their programs do not count.
     num_heads = len(layout.full_heads) or layout.num_kv_heads
     fewest = max(num_tokens // tile_queries, 1) * num_heads
@@ -248,58 +368,31 @@ def _choose_num_splits(layout: KVLayout, tile_queries: int, num_tokens: int) -> 
     return min(num_programs // fewest, MAX_SPLITS)
 
 
-def _has_warp_groups(layout: KVLayout, is_fp8: bool) -> bool:
-    """Return whether there are kernels of warp groups for the device and some of the heads."""
-    head_dims = (WARP_GROUP_FP8_DIM,) if is_fp8 else WARP_GROUP_TILES
-    return (
-        device_info(layout.head_base.device).capability == WARP_GROUP_CAPABILITY
-        and layout.head_dim in head_dims
-        and layout.block_size <= WARP_GROUP_TILES[layout.head_dim][0]
-        and len(layout.full_heads) > 0
-    )
-
-
 class LaunchChoice(NamedTuple):
     """All that decides which kernels the causal launches of one layout have."""
 
     config: PrefillAttentionConfig
-    is_shared: bool
-    """Whether programs share tiles."""
-    has_warp_groups: bool
-    """Whether warp groups compute the full heads, if dtype and addresses suit them."""
+    division: Division
+    kernel: WarpGroupKernel | None
+    """The kernel of the full heads, if the addresses suit it; None = the portable one."""
 
 
 def choose_launch(
-    layout: KVLayout,
-    split_layout: KVLayout,
-    dtype: torch.dtype,
-    is_fp8: bool,
-    num_q_heads: int,
-    max_query_len: int,
-    num_tokens: int,
+    layer: PrefillLayer, split_layer: PrefillLayer, max_query_len: int, num_tokens: int
 ) -> LaunchChoice:
     """Return the choice for a launch; no choice comes back as queries or tokens grow.
 
     Args:
-        layout: the launch's layout.
-        split_layout: the layout for which ``PrefillSplits.allocate`` makes the launch's splits.
-        dtype: of the queries.
-        is_fp8: whether the cache has scales.
-        num_q_heads: query heads.
+        layer: whose launch it is.
+        split_layer: the layer for which ``PrefillSplits.allocate`` makes the launch's splits.
         max_query_len: as in ``paged_prefill_attention``.
         num_tokens: rows of ``q``.
     """
-    of_splits = choose_config(split_layout, dtype, is_fp8, num_q_heads, max_query_len)
-    tile_queries = of_splits.tile_rows * split_layout.num_kv_heads // num_q_heads
-    is_shared = _choose_num_splits(split_layout, tile_queries, num_tokens) > 1
-    group = num_q_heads // layout.num_kv_heads
-    is_queued = not is_shared and _has_warp_groups(split_layout, is_fp8)
-    return LaunchChoice(
-        choose_config(layout, dtype, is_fp8, num_q_heads, max_query_len),
-        is_shared,
-        _has_warp_groups(layout, is_fp8)
-        and _are_faster(group, max_query_len, is_fp8, is_shared, is_queued),
-    )
+    division: Division = "queue" if _has_queue(split_layer) else "tiles"
+    if _choose_num_splits(split_layer, max_query_len, num_tokens) > 1:
+        division = "keys"
+    kernel = choose_kernel(layer, max_query_len, division)
+    return LaunchChoice(choose_config(layer, max_query_len), division, kernel)
 
 
 def prefills_of_each(
@@ -348,14 +441,7 @@ def least_of_each(choice: Callable[[int], object], first: int, last: int) -> lis
     return left + right[choice(left[-1]) == choice(right[0]) :]
 
 
-def prefills_decodes_too(
-    layout: KVLayout,
-    dtype: torch.dtype,
-    is_fp8: bool,
-    num_q_heads: int,
-    max_query_len: int,
-    num_tokens: int,
-) -> bool:
+def prefills_decodes_too(layer: PrefillLayer, max_query_len: int, num_tokens: int) -> bool:
     """Return whether one prefill launch is the faster one for a step's decodes and prefills.
 
     It is where programs take tiles from a queue: a tile with one query of a decode is computed in
@@ -365,80 +451,40 @@ def prefills_decodes_too(
     from an fp8 cache, whose codes are converted for all 128 rows of a tile.
 
     Args:
-        layout: the launch's layout.
-        dtype: of the queries.
-        is_fp8: whether the cache has scales.
-        num_q_heads: query heads.
+        layer: whose launch it is.
         max_query_len: of the step's requests.
         num_tokens: of all requests.
     """
-    choice = choose_launch(layout, layout, dtype, is_fp8, num_q_heads, max_query_len, num_tokens)
-    is_queued = choice.has_warp_groups and not choice.is_shared
-    group = num_q_heads // layout.num_kv_heads
-    is_queued = is_queued and _suits_warp_groups(layout, dtype, is_fp8, group)
-    return is_queued and not is_fp8 and not layout.has_window
+    choice = choose_launch(layer, layer, max_query_len, num_tokens)
+    is_queued = choice.kernel is not None and choice.division == "queue"
+    return is_queued and not layer.layout.has_window
 
 
-def _suits_warp_groups(layout: KVLayout, dtype: torch.dtype, is_fp8: bool, group: int) -> bool:
-    """Return whether queries and pages have the form that the kernels of warp groups take."""
-    return (
-        dtype in (torch.float16, torch.bfloat16)
-        and layout.token_stride == layout.address_unit == layout.head_dim
-        and (WARP_GROUP_ROWS % group == 0 or (not is_fp8 and group <= MAX_ODD_GROUP))
-    )
-
-
-def _are_faster(
-    group: int, max_query_len: int, is_fp8: bool, is_shared: bool, is_queued: bool
-) -> bool:
-    """Return whether warp groups are the faster kernel: see ``fits_warp_groups``."""
-    if is_fp8:
-        return group * max_query_len >= MIN_FP8_ROWS
-    if is_shared:
-        return group * max_query_len >= MIN_SHARED_ROWS
-    return max_query_len >= (MIN_QUEUED_QUERIES if is_queued else MIN_WARP_GROUP_QUERIES)
-
-
-def fits_warp_groups(
+def kernel_for(
+    layer: PrefillLayer,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    layout: KVLayout,
     max_query_len: int,
     splits: PrefillSplits | None,
-    is_fp8: bool = False,
-) -> bool:
-    """Return whether warp groups can run a causal launch and are the faster kernel for it.
-
-    They compute the full heads, of which there must be some; the streaming heads get a launch of
-    the Triton kernel. They copy whole pages in bulk, so a page must be contiguous and start at a
-    multiple of ``head_dim`` elements. Their programs take longer to start: on an H200 those of
-    16-bit caches of 128 dimensions are 1.2 to 2.5 times as fast where programs share tiles of 64
-    rows or more (0.6 times with 16 rows), 1.1 to 1.2 times where programs take tiles from a queue,
-    and without a queue 1.1 to 1.2 times from 4,096 queries on, but 0.8 times as fast for requests
-    of 512 tokens. ``hopper_fp8`` is 1.3 to 2.4 times as fast from 256 rows on, the fewest
-    that were measured.
-    """
-    group = q.shape[1] // layout.num_kv_heads
-    is_shared = splits is not None and splits.num_splits > 1
-    return (
-        _are_faster(group, max_query_len, is_fp8, is_shared, takes_turns(q, splits))
-        and not INTERPRET
-        and _has_warp_groups(layout, is_fp8)
-        and _suits_warp_groups(layout, q.dtype, is_fp8, group)
-        and all(
-            cache.numel() % layout.head_dim == 0 and cache.data_ptr() % COPY_BYTES == 0
-            for cache in (k_cache, v_cache)
-        )
+) -> WarpGroupKernel | None:
+    """Return ``choose_kernel`` for a launch's tensors; None where no bulk copy reads its pages."""
+    can_copy = all(
+        cache.numel() % layer.layout.head_dim == 0 and cache.data_ptr() % COPY_BYTES == 0
+        for cache in (k_cache, v_cache)
     )
+    if INTERPRET or not can_copy:
+        return None
+    return choose_kernel(layer, max_query_len, division_of(splits, q))
 
 
-def takes_turns(q: torch.Tensor, splits: PrefillSplits | None) -> bool:
-    """Return whether programs take whole tiles from a queue, and copy queries in bulk."""
+def division_of(splits: PrefillSplits | None, q: torch.Tensor) -> Division:
+    """Return how a launch is divided: programs with a queue copy their queries in bulk."""
     if splits is None or splits.num_splits > 1:
-        return False
+        return "tiles" if splits is None else "keys"
     strides = [stride * q.element_size() for stride in q.stride()[:2]]
-    return all(number % COPY_BYTES == 0 for number in (q.data_ptr(), *strides))
+    is_aligned = all(number % COPY_BYTES == 0 for number in (q.data_ptr(), *strides))
+    return "queue" if is_aligned else "tiles"
 
 
 def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: bool) -> None:

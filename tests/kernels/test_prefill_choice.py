@@ -1,0 +1,127 @@
+"""The choice of a prefill kernel and its launch, compared with a table of measured choices.
+
+A line of ``prefill_choices.txt`` names a kind of layer: format, head dimension, order of a page,
+block size, roles of heads, query heads per KV head and GPU. Three fields of letters follow, for
+longest chunks of ``LENGTHS`` in batches of 1, 5 and 60 of them: the kernels where each tile has
+one program, the kernels with ``PrefillSplits``, and whether decodes are prefilled too. The other
+lines have configurations of the portable kernel: without, with a window, with ranges, with both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrv1.kernels import HeadRole, KVLayout, PrefillSplits
+from mrv1.kernels.attention.prefill import choice
+from mrv1.kernels.attention.prefill.choice import (
+    PrefillAttentionConfig,
+    PrefillLayer,
+    choose_launch,
+    kernel_for,
+    prefills_decodes_too,
+)
+from mrv1.kernels.cache.formats import FP8, PageFormat
+
+FROZEN = Path(__file__).with_name("prefill_choices.txt")
+LENGTHS = (1, 4, 15, 16, 17, 63, 64, 255, 256, 511, 512, 4095, 4096, 8192)
+LETTERS = {None: "p", "hopper": "h", "hopper_queue": "q", "hopper_fp8": "f"}
+"""Module -> letter; a capital where programs share a tile."""
+STREAMING = HeadRole(window=64, sink=16)
+ROLES = {
+    "full": [HeadRole()] * 8,
+    "streaming": [STREAMING] * 8,
+    "mixed": [HeadRole()] * 5 + [STREAMING] * 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> SimpleNamespace:
+    """Stand in for a GPU of 132 multiprocessors, whose capability a test sets."""
+    info = SimpleNamespace(num_sms=132, capability=(9, 0))
+    monkeypatch.setattr(choice, "device_info", lambda _: info)
+    monkeypatch.setattr(choice, "INTERPRET", False)
+    return info
+
+
+def _layer(words: str) -> PrefillLayer:
+    """Return the layer that the first words of a line describe."""
+    stored, head_dim, order, block_size, roles, group = words.split()
+    dtype = torch.float32 if "float32" in stored else torch.bfloat16
+    if stored == "float16":
+        dtype = torch.float16
+    options = {} if order == "nhd" else {"roles": ROLES[roles]}
+    layout = getattr(KVLayout, order)(8, int(block_size), int(head_dim), **options)
+    page_format = FP8 if stored.startswith("fp8") else PageFormat.plain(dtype)
+    return PrefillLayer(layout, dtype, page_format, 8 * int(group))
+
+
+def _letter(layer: PrefillLayer, longest: int, splits: PrefillSplits | None) -> str:
+    """Return the letter of the kernel that a launch takes."""
+    head_dim = layer.layout.head_dim
+    q = torch.empty(1, layer.num_q_heads, head_dim, dtype=layer.dtype, device="meta")
+    cache = torch.empty(2 * head_dim, dtype=torch.uint8, device="meta")
+    kernel = kernel_for(layer, q, cache, cache, longest, splits)
+    letter = LETTERS[kernel and kernel.module]
+    return letter.upper() if splits is not None and splits.num_splits > 1 else letter
+
+
+def _fields(layer: PrefillLayer) -> Iterator[str]:
+    """Return the three fields of letters of a line."""
+    yield "".join(_letter(layer, longest, None) for longest in LENGTHS)
+    with_splits, decodes = "", ""
+    for longest in LENGTHS:
+        for num_reqs in (1, 5, 60):
+            num_tokens = longest * num_reqs
+            splits = PrefillSplits.allocate(
+                num_tokens=num_tokens, num_reqs=num_reqs, max_query_len=longest,
+                layout=layer.layout, num_q_heads=layer.num_q_heads, dtype=layer.dtype,
+                page_format=layer.page_format,
+            )  # fmt: skip
+            letter = _letter(layer, longest, splits)
+            chosen = choose_launch(layer, layer, longest, num_tokens)
+            assert LETTERS[chosen.kernel and chosen.kernel.module] == letter.lower()
+            assert (chosen.division == "keys") is letter.isupper()
+            with_splits += letter
+            decodes += ".d"[prefills_decodes_too(layer, longest, num_tokens)]
+    yield with_splits
+    yield decodes
+
+
+def _configs(dtype: torch.dtype, head_dim: int, capability: tuple[int, int] | None) -> str:
+    found = (
+        PrefillAttentionConfig.default_for(head_dim, dtype, capability, window, offsets)
+        for offsets in (False, True)
+        for window in (False, True)
+    )
+    return " ".join(
+        f"{each.tile_rows}x{each.tile_tokens}w{each.num_warps}s{each.num_stages}"
+        + (f"r{each.max_registers}" if each.max_registers else "")
+        for each in found
+    )
+
+
+def test_every_launch_takes_the_kernel_that_was_measured_to_be_faster(gpu):
+    kinds = [line.split(": ") for line in FROZEN.read_text().splitlines() if ":" in line]
+    assert len(kinds) > 30
+    for words, frozen in kinds:
+        layer_words, _, capability = words.rpartition(" ")
+        gpu.capability = tuple(map(int, capability.split(".")))
+        assert " ".join(_fields(_layer(layer_words))) == frozen, words
+
+
+def test_the_portable_kernel_is_launched_as_measured():
+    rows = [line.split(" = ") for line in FROZEN.read_text().splitlines() if " = " in line]
+    assert len(rows) > 30
+    for words, frozen in rows:
+        name, head_dim, gpu = words.split()
+        capability = None if gpu == "amd" else tuple(map(int, gpu.split(".")))
+        assert _configs(getattr(torch, name), int(head_dim), capability) == frozen, words
+    for head_dim in (64, 80, 128, 256):  # as bfloat16
+        assert _configs(torch.float16, head_dim, (9, 0)) == _configs(
+            torch.bfloat16, head_dim, (9, 0)
+        )
