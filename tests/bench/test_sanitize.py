@@ -14,6 +14,7 @@ import torch
 from benchmarks import sanitize
 from mrv1 import kernels
 from mrv1.kernels import reference
+from mrv1.kernels.attention.prefill import attention, choice
 
 
 def test_every_launcher_is_run():
@@ -34,13 +35,14 @@ def test_the_script_launches_every_kernel_with_valid_arguments(
 
 def test_thresholds_are_low_only_while_the_kernels_run(monkeypatch: pytest.MonkeyPatch):
     def thresholds(*_: object) -> list[torch.Tensor]:
-        return [torch.tensor([getattr(*each) for each in sanitize.LEAST_SIZES])]
+        most_queries = max(row.min_queries for row in choice.KERNELS)
+        return [torch.tensor([attention.MIN_SPLIT_STEPS, most_queries])]
 
     (before,) = thresholds()
     during = []
     monkeypatch.setattr(sanitize, "OPS", {"op": lambda *_: during.extend(thresholds()) or []})
     sanitize.run(torch.device("cpu"))
-    assert [each.tolist() for each in during] == [[1, 1, 1]] * 2
+    assert [each.tolist() for each in during] == [[1, 0]] * 2
     assert thresholds()[0].tolist() == before.tolist()
     assert before.min() > 1
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import HeadRole, KVLayout, PrefillSplits, reference
+from mrv1.kernels.attention import prefill
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.attention.prefill.choice import (

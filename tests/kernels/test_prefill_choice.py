@@ -21,6 +21,7 @@ from mrv1.kernels.attention.prefill import choice
 from mrv1.kernels.attention.prefill.choice import (
     PrefillAttentionConfig,
     PrefillLayer,
+    WarpGroupKernel,
     choose_launch,
     kernel_for,
     prefills_decodes_too,
@@ -29,8 +30,8 @@ from mrv1.kernels.cache.formats import FP8, PageFormat
 
 FROZEN = Path(__file__).with_name("prefill_choices.txt")
 LENGTHS = (1, 4, 15, 16, 17, 63, 64, 255, 256, 511, 512, 4095, 4096, 8192)
-LETTERS = {None: "p", "hopper": "h", "hopper_queue": "q", "hopper_fp8": "f"}
-"""Module -> letter; a capital where programs share a tile."""
+LETTERS = {"hopper": "h", "hopper_queue": "q"}
+"""Module -> letter. Portable: p, codes in ``hopper``: f; a capital where programs share a tile."""
 STREAMING = HeadRole(window=64, sink=16)
 ROLES = {
     "full": [HeadRole()] * 8,
@@ -60,13 +61,18 @@ def _layer(words: str) -> PrefillLayer:
     return PrefillLayer(layout, dtype, page_format, 8 * int(group))
 
 
+def _name(layer: PrefillLayer, kernel: WarpGroupKernel | None) -> str:
+    if kernel is None:
+        return "p"
+    return "f" if layer.page_format.has_scales else LETTERS[kernel.module]
+
+
 def _letter(layer: PrefillLayer, longest: int, splits: PrefillSplits | None) -> str:
     """Return the letter of the kernel that a launch takes."""
     head_dim = layer.layout.head_dim
     q = torch.empty(1, layer.num_q_heads, head_dim, dtype=layer.dtype, device="meta")
     cache = torch.empty(2 * head_dim, dtype=torch.uint8, device="meta")
-    kernel = kernel_for(layer, q, cache, cache, longest, splits)
-    letter = LETTERS[kernel and kernel.module]
+    letter = _name(layer, kernel_for(layer, q, cache, cache, longest, splits))
     return letter.upper() if splits is not None and splits.num_splits > 1 else letter
 
 
@@ -84,7 +90,7 @@ def _fields(layer: PrefillLayer) -> Iterator[str]:
             )  # fmt: skip
             letter = _letter(layer, longest, splits)
             chosen = choose_launch(layer, layer, longest, num_tokens)
-            assert LETTERS[chosen.kernel and chosen.kernel.module] == letter.lower()
+            assert _name(layer, chosen.kernel) == letter.lower()
             assert (chosen.division == "keys") is letter.isupper()
             with_splits += letter
             decodes += ".d"[prefills_decodes_too(layer, longest, num_tokens)]

@@ -396,9 +396,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         return all(
             not impl.logits_soft_cap
             and impl.sinks is None
-            and prefills_decodes_too(
-                impl.bound.prefills(self._dtype), max_query_len, num_tokens
-            )
+            and prefills_decodes_too(impl.bound.prefills(self._dtype), max_query_len, num_tokens)
             for impl in self._impls
         )
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 
@@ -42,35 +43,20 @@ def check_paged_attention(
             the KV heads, a softmax scale that is not positive and finite, so that it would not
             keep the order of the scores, or a soft cap that is negative or not finite.
     """
-    check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
+    check = partial(check_tensor, device=q.device)
+    check("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of {layout.num_kv_heads} KV heads, got {q.shape[1]} heads"
         )
     check_caches(k_cache, v_cache, layout, q, scales)
-    check_tensor(
-        "seq_lens", seq_lens, shape=(None,), dtype=torch.int32, device=q.device, contiguous=True
-    )
-    check_tensor(
-        "block_table",
-        block_table,
-        shape=(None, None),
-        dtype=torch.int32,
-        device=q.device,
-        unit_last_stride=True,
-    )
+    int32 = torch.int32
+    check("seq_lens", seq_lens, shape=(None,), dtype=int32, contiguous=True)
+    check("block_table", block_table, shape=(None, None), dtype=int32, unit_last_stride=True)
     if out is not None:
-        check_tensor(
-            "out",
-            out,
-            shape=tuple(q.shape),
-            dtype=q.dtype,
-            device=q.device,
-            unit_last_stride=True,
-        )
+        check("out", out, shape=tuple(q.shape), dtype=q.dtype, unit_last_stride=True)
     if lse is not None:
-        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        check_tensor("lse", lse, shape=tuple(q.shape[:2]), dtype=lse_dtype, device=q.device)
+        check("lse", lse, shape=tuple(q.shape[:2]), dtype=_lse_dtype(q))
     if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale: expected > 0 and finite, got {softmax_scale}")
     if not 0 <= logits_soft_cap < math.inf:
@@ -78,25 +64,17 @@ def check_paged_attention(
             f"logits_soft_cap: expected >= 0 (0 = none) and finite, got {logits_soft_cap}"
         )
     if sinks is not None:
-        check_tensor(
-            "sinks",
-            sinks,
-            shape=(q.shape[1],),
-            dtype=FLOAT_DTYPES,
-            device=q.device,
-            contiguous=True,
-        )
+        check("sinks", sinks, shape=(q.shape[1],), dtype=FLOAT_DTYPES, contiguous=True)
     table = layout.table_rows(block_table, seq_lens.shape[0])
     if visited is not None:
-        check_tensor(
-            "visited",
-            visited,
-            shape=(table.shape[0], layout.num_kv_heads, table.shape[1]),
-            dtype=torch.uint8,
-            device=table.device,
-            contiguous=True,
-        )
+        shape = table.shape[0], layout.num_kv_heads, table.shape[1]
+        check("visited", visited, shape=shape, dtype=torch.uint8, contiguous=True)
     return table
+
+
+def _lse_dtype(out: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the log-sum-exps of a result like ``out``."""
+    return torch.float64 if out.dtype == torch.float64 else torch.float32
 
 
 def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -108,13 +86,9 @@ def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Ten
     """
     if attn_mask_offsets is not None:
         check_tensor(
-            "attn_mask_offsets",
-            attn_mask_offsets,
-            shape=(q.shape[0], 2),
-            dtype=torch.int32,
-            device=q.device,
-            contiguous=True,
-        )
+            "attn_mask_offsets", attn_mask_offsets, shape=(q.shape[0], 2), dtype=torch.int32,
+            device=q.device, contiguous=True,
+        )  # fmt: skip
 
 
 def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
@@ -142,13 +116,9 @@ def check_query_start_loc(
         ValueError: another shape, device or stride, or a negative ``max_query_len``.
     """
     check_tensor(
-        "query_start_loc",
-        query_start_loc,
-        shape=(num_reqs + 1,),
-        dtype=torch.int32,
-        device=device,
-        contiguous=True,
-    )
+        "query_start_loc", query_start_loc, shape=(num_reqs + 1,), dtype=torch.int32,
+        device=device, contiguous=True,
+    )  # fmt: skip
     if max_query_len < 0:
         raise ValueError(f"max_query_len: expected >= 0, got {max_query_len}")
 
@@ -186,19 +156,11 @@ def check_merge_states(
         raise ValueError(
             f"out_a: expected a last size of 1 to {MAX_HEAD_DIM}, got {out_a.shape[2]}"
         )
+    check = partial(check_tensor, device=out_a.device)
     for name, state in (("out_b", out_b), ("out", out)):
         if state is not None:
-            check_tensor(
-                name,
-                state,
-                shape=tuple(out_a.shape),
-                dtype=out_a.dtype,
-                device=out_a.device,
-                unit_last_stride=True,
-            )
-    lse_dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
+            shape = tuple(out_a.shape)
+            check(name, state, shape=shape, dtype=out_a.dtype, unit_last_stride=True)
     for name, sums in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if sums is not None:
-            check_tensor(
-                name, sums, shape=tuple(out_a.shape[:2]), dtype=lse_dtype, device=out_a.device
-            )
+            check(name, sums, shape=tuple(out_a.shape[:2]), dtype=_lse_dtype(out_a))

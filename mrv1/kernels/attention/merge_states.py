@@ -43,30 +43,18 @@ class MergeStatesConfig:
 
 @triton.jit(do_not_specialize=["num_vectors"])
 def _merge_states_kernel(
-    out_ptr,  # [num_rows, num_heads, HEAD_DIM], unit last stride; may be out_a or out_b
-    stride_out_row,
-    stride_out_head,
-    lse_ptr,  # [num_rows, num_heads] fp32, may be lse_a or lse_b; or None
-    stride_lse_row,
-    stride_lse_head,
-    out_a_ptr,  # [num_rows, num_heads, HEAD_DIM], unit last stride
-    stride_a_row,
-    stride_a_head,
-    lse_a_ptr,  # [num_rows, num_heads] fp32; -inf = the part saw no key
-    stride_lse_a_row,
-    stride_lse_a_head,
-    out_b_ptr,  # [num_rows, num_heads, HEAD_DIM], unit last stride
-    stride_b_row,
-    stride_b_head,
-    lse_b_ptr,  # [num_rows, num_heads] fp32; -inf = the part saw no key
-    stride_lse_b_row,
-    stride_lse_b_head,
+    out_ptr, stride_out_row, stride_out_head,  # [num_rows, num_heads, HEAD_DIM]; may be a part
+    lse_ptr, stride_lse_row, stride_lse_head,  # [num_rows, num_heads] fp32, may be a part's; None
+    out_a_ptr, stride_a_row, stride_a_head,  # [num_rows, num_heads, HEAD_DIM]
+    lse_a_ptr, stride_lse_a_row, stride_lse_a_head,  # [num_rows, num_heads] fp32; -inf = no key
+    out_b_ptr, stride_b_row, stride_b_head,
+    lse_b_ptr, stride_lse_b_row, stride_lse_b_head,
     num_vectors,  # num_rows * num_heads
     num_heads,
     HEAD_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= HEAD_DIM
-):
+):  # fmt: skip
     """Grid (cdiv(num_vectors, TILE_ROWS),): one program merges TILE_ROWS (row, head) vectors."""
     vector = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     in_range = vector < num_vectors
@@ -158,17 +146,9 @@ def merge_states(
         return out
     config = MergeStatesConfig.default_for(head_dim, out_a.dtype)
     _merge_states_kernel[(triton.cdiv(num_vectors, config.tile_rows),)](
-        *with_strides(out),
-        *with_strides(lse),
-        *with_strides(out_a),
-        *with_strides(lse_a),
-        *with_strides(out_b),
-        *with_strides(lse_b),
-        num_vectors,
-        num_heads,
-        HEAD_DIM=head_dim,
-        TILE_ROWS=config.tile_rows,
-        TILE_DIM=triton.next_power_of_2(head_dim),
-        num_warps=config.num_warps,
-    )
+        *with_strides(out), *with_strides(lse),
+        *with_strides(out_a), *with_strides(lse_a), *with_strides(out_b), *with_strides(lse_b),
+        num_vectors, num_heads, HEAD_DIM=head_dim, TILE_ROWS=config.tile_rows,
+        TILE_DIM=triton.next_power_of_2(head_dim), num_warps=config.num_warps,
+    )  # fmt: skip
     return out

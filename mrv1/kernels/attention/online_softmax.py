@@ -23,6 +23,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.kv_scales import KVScales
+from mrv1.kernels.cache.scale_arguments import codec_constexprs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -69,6 +72,22 @@ class States(NamedTuple):
 def dot_precision(dtype: torch.dtype) -> Literal["ieee", "tf32"]:
     """Return ``tl.dot``'s input precision: fp32 inputs keep all their bits."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def attention_constexprs(
+    q: torch.Tensor, layout: KVLayout, scales: KVScales | None
+) -> dict[str, object]:
+    """Return the constexprs of heads, pages and products, which decode and prefill share."""
+    return {
+        "GROUP": q.shape[1] // layout.num_kv_heads,
+        "HEAD_DIM": layout.head_dim,
+        "BLOCK_SIZE": layout.block_size,
+        "HAS_WINDOW": layout.has_window,
+        "VISITS_MASKED": layout.has_window and layout.visits_masked,
+        "HAS_RING": layout.has_ring,
+        "PRECISION": dot_precision(q.dtype),
+        **codec_constexprs(scales, layout, q.device),
+    }
 
 
 @triton.jit

@@ -180,20 +180,10 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
             first = max(seq_len - plan.query_len - window + 1, sink_end)
             start = min(first, seq_len) if hides else 0
             whole = Item(
-                req=req,
-                head=head,
-                first_work=0,
-                end_work=sink_end + seq_len - start,
-                pieces=1,
-                table_offset=role.table_offset,
-                sink_end=sink_end,
-                start=start,
-                window=window,
-                sink=sink,
-                ring_blocks=role.ring_blocks,
-                seq_len=seq_len,
-                piece=0,
-            )
+                req=req, head=head, first_work=0, end_work=sink_end + seq_len - start, pieces=1,
+                table_offset=role.table_offset, sink_end=sink_end, start=start, window=window,
+                sink=sink, ring_blocks=role.ring_blocks, seq_len=seq_len, piece=0,
+            )  # fmt: skip
             segments.append(whole)
     tiles = [max(1, -(-segment.end_work // tile)) for segment in segments]
     longest = max(tiles, default=1)

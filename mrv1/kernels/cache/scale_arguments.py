@@ -33,6 +33,11 @@ def slot_arguments(slot_mapping: torch.Tensor, layout: KVLayout) -> tuple[torch.
     return slot_mapping, *slot_mapping.stride(), *heads, layout.token_stride
 
 
+def role_arguments(layout: KVLayout) -> tuple[torch.Tensor, ...]:
+    """Return the first column of each head's part of a table row, and what each head may see."""
+    return layout.table_offset, layout.window, layout.sink, layout.ring_blocks
+
+
 def layout_constexprs(layout: KVLayout) -> dict[str, int]:
     """Return the constexprs of a page's shape."""
     return {
@@ -56,8 +61,3 @@ def codec_constexprs(
         "CODEC": scales.page_format.codec(device),
         "SCALES_PER_BLOCK": scales.page_format.scales_per_block(layout.block_size),
     }
-
-
-def product_dtype(dtype: torch.dtype, is_fp8: bool) -> torch.dtype:
-    """Return the dtype for launch choices: e4m3 for an fp8 cache, unless products are float32."""
-    return torch.float8_e4m3fn if is_fp8 and dtype != torch.float32 else dtype

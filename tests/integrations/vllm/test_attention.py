@@ -50,7 +50,8 @@ from mrv1.integrations.vllm.attention_kernels import (
 )
 from mrv1.integrations.vllm.attention_layer import BoundLayer
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
-from mrv1.kernels import DecodePlan, HeadRole, KVLayout, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels.attention.prefill.choice import PrefillLayer
 from mrv1.kernels.registry import Ops
 from mrv1.runner.compile_ahead import CompilationError
 
@@ -683,8 +684,8 @@ def test_a_mixed_batch_is_prefilled_at_once_where_that_is_faster(
 ):
     asked = []
 
-    def is_faster(layout: KVLayout, *arguments: object) -> bool:
-        asked.append(arguments)
+    def is_faster(layer: PrefillLayer, *lengths: int) -> bool:
+        asked.append((layer.dtype, layer.page_format.has_scales, layer.num_q_heads, *lengths))
         return True
 
     monkeypatch.setattr(attention_backend, "prefills_decodes_too", is_faster)

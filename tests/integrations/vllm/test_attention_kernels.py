@@ -59,6 +59,7 @@ import torch
 from mrv1.device import kernel_path
 from mrv1.integrations.vllm.attention_kernels import decode_rows
 from mrv1.kernels import DecodePlan, PrefillSplits
+from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
 
@@ -80,7 +81,7 @@ def decode(num_reqs, query_len):
     plan = DecodePlan.allocate(
         max_reqs=num_reqs, max_keys=batches.row_width * pages.layout.block_size,
         layout=pages.layout, num_q_heads=layer.num_heads, dtype=batches.dtype,
-        query_len=query_len, is_fp8=layer.is_fp8,
+        query_len=query_len, page_format=format_of(batches.dtype, pages.scales),
     )
     table = torch.zeros(num_reqs, batches.row_width, dtype=torch.int32, device=device)
     seq_lens = on_gpu([query_len] * num_reqs)
@@ -106,7 +107,8 @@ def prefill(num_decodes, lengths, padding):
     options = {"max_query_len": max(lengths)}
     splits = PrefillSplits.allocate(
         num_tokens=num_tokens, num_reqs=len(lengths), layout=pages.layout,
-        num_q_heads=layer.num_heads, dtype=batches.dtype, is_fp8=layer.is_fp8, **options,
+        num_q_heads=layer.num_heads, dtype=batches.dtype,
+        page_format=format_of(batches.dtype, pages.scales), **options,
     )
     ops.paged_prefill_attention(
         q, pages.k, pages.v, table, on_gpu(np.cumsum([0, *lengths])), seq_lens, pages.layout,

@@ -60,8 +60,8 @@ from mrv1.kernels.attention.online_softmax import (
     Softmax,
     States,
     arrives_last,
+    attention_constexprs,
     base_2_lse,
-    dot_precision,
     first_state,
     fold_piece,
     fold_state,
@@ -86,7 +86,7 @@ from mrv1.kernels.cache.codes import decode_pairs, product_query_pairs, scale_in
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
-from mrv1.kernels.cache.scale_arguments import cache_arguments, codec_constexprs
+from mrv1.kernels.cache.scale_arguments import cache_arguments
 
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
 _NUM_FIELDS = tl.constexpr(len(Item._fields))
@@ -550,58 +550,40 @@ def _write_item(
 
 @triton.jit
 def _paged_decode_attention_kernel(
-    out_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
-    stride_out_row,
-    stride_out_head,
-    lse_ptr,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
-    stride_lse_row,
-    stride_lse_head,
+    out_ptr, stride_out_row, stride_out_head,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM]
+    lse_ptr, stride_lse_row, stride_lse_head,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
     states_ptr,  # [max_items, QUERY_LEN * GROUP, HEAD_DIM] fp32, or None: no segment is split
     states_lse_ptr,  # [max_items, QUERY_LEN * GROUP] fp32, or None
     arrivals_ptr,  # [max_items] int32, zeros, or None
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     num_items_ptr,  # [1] int32
-    q_ptr,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM], unit last stride
-    stride_q_row,
-    stride_q_head,
-    k_cache_ptr,  # one layer's keys, flat; for an fp8 cache, two codes in each int16
-    v_cache_ptr,  # one layer's values, likewise
-    k_scale_ptr,  # float32, flat, or None
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    block_table_ptr,  # [num_reqs, row_width] int32, unit last stride
-    stride_table_row,
-    row_width,
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
+    q_ptr, stride_q_row, stride_q_head,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM]
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat; two codes in each int16
+    k_scale_ptr, v_scale_ptr,  # float32, flat, or None
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    block_table_ptr, stride_table_row, row_width,  # [num_reqs, row_width] int32
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements of the cache
     token_stride,  # in elements of the cache
     softmax_scale,
     soft_cap,  # float32, or None
     sinks_ptr,  # [q_heads], or None
-    NUM_KV_HEADS: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads per KV head
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    VISITS_MASKED: tl.constexpr,  # whether items have keys that windows hide
+    NUM_KV_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr,  # see Heads
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, VISITS_MASKED: tl.constexpr,  # see Cache
     HAS_RING: tl.constexpr,
     IN_ROUNDS: tl.constexpr,  # whether there may be more items than programs
-    TILE_ROWS: tl.constexpr,  # power of two >= max(8, QUERY_LEN * GROUP)
-    TILE_TOKENS: tl.constexpr,
-    TILE_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_DIM: tl.constexpr,  # see Tiles
     PRECISION: tl.constexpr,
-    CODEC: tl.constexpr,  # None = no codes, see codes.py
-    SCALES_PER_BLOCK: tl.constexpr,
-    MERGE_ROWS: tl.constexpr,  # power of two >= QUERY_LEN * GROUP
-    LOADED_STATES: tl.constexpr,  # partial results that a merging program loads at a time
-    EARLY: tl.constexpr,  # whether plan and table may be read before the previous kernel has ended
-    DETERMINISTIC: tl.constexpr,  # whether the plan is deterministic
+    CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # see Cache
+    MERGE_ROWS: tl.constexpr, LOADED_STATES: tl.constexpr, EARLY: tl.constexpr,  # see Tiles
+    DETERMINISTIC: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
-    """Grid (num_programs,): one item each, or IN_ROUNDS every num_programs-th item."""
+):  # fmt: skip
+    """Grid (num_programs,): one item each, or IN_ROUNDS every num_programs-th item.
+
+    The last strides of out, q and the table are 1.
+    """
     if not EARLY:
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
@@ -679,7 +661,7 @@ def paged_decode_attention(
             ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
         layout: where the pages lie and what each head may see.
-        softmax_scale: factor of the scores, usually ``head_dim ** -0.5``.
+        softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
         logits_soft_cap: bound of the scaled scores: ``s`` becomes ``cap * tanh(s / cap)``, before
             keys are hidden; 0 = none.
         sinks: ``[q_heads]`` fp32, fp16 or bf16, contiguous: the logit sink of each query head, one
@@ -757,7 +739,7 @@ def paged_decode_attention(
         plan_decode_attention(seq_lens, layout, plan)
     else:
         check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
-    group = q.shape[1] // layout.num_kv_heads
+    rows = plan.query_len * (q.shape[1] // layout.num_kv_heads)
     tile_dim = triton.next_power_of_2(layout.head_dim)
     if scales is not None:
         tile_dim = max(tile_dim, MIN_PAIRED_DIM)
@@ -768,46 +750,18 @@ def paged_decode_attention(
     in_rounds = plan.max_items > num_programs
     overlap = overlap_options(q.device)
     early = plan.read_early and overlap["OVERLAP"] and not in_rounds
+    states = (plan.states, plan.states_lse, plan.arrivals) if plan.may_split else (None,) * 3
     launch_kernel(
-        _paged_decode_attention_kernel,
-        (num_programs,),
-        *with_strides(out),
-        *with_strides(lse),
-        plan.states if plan.may_split else None,
-        plan.states_lse if plan.may_split else None,
-        plan.arrivals if plan.may_split else None,
-        visited,
-        plan.items,
-        plan.num_items,
-        *with_strides(q),
-        *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
-        table,
-        table.stride(0),
-        table.shape[1],
-        layout.head_base,
-        layout.block_stride,
-        layout.token_stride,
-        softmax_scale,
-        logits_soft_cap or None,
-        sinks,
-        NUM_KV_HEADS=layout.num_kv_heads,
-        QUERY_LEN=plan.query_len,
-        GROUP=group,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
-        HAS_WINDOW=layout.has_window,
-        VISITS_MASKED=layout.has_window and layout.visits_masked,
-        HAS_RING=layout.has_ring,
-        IN_ROUNDS=in_rounds,
-        TILE_ROWS=padded_rows(plan.query_len * group),
-        TILE_TOKENS=config.tile_tokens,
-        TILE_DIM=tile_dim,
-        PRECISION=dot_precision(q.dtype),
-        **codec_constexprs(scales, layout, q.device),
-        **merge_tile(plan.query_len * group, tile_dim, plan.deterministic),
-        EARLY=early,
-        DETERMINISTIC=plan.deterministic,
-        **config.launch_options(),
-        **overlap,
-    )
+        _paged_decode_attention_kernel, (num_programs,),
+        *with_strides(out), *with_strides(lse), *states, visited, plan.items, plan.num_items,
+        *with_strides(q), *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
+        table, table.stride(0), table.shape[1],
+        layout.head_base, layout.block_stride, layout.token_stride,
+        softmax_scale, logits_soft_cap or None, sinks,
+        NUM_KV_HEADS=layout.num_kv_heads, QUERY_LEN=plan.query_len, IN_ROUNDS=in_rounds,
+        TILE_ROWS=padded_rows(rows), TILE_TOKENS=config.tile_tokens, TILE_DIM=tile_dim,
+        EARLY=early, DETERMINISTIC=plan.deterministic,
+        **merge_tile(rows, tile_dim, plan.deterministic),
+        **attention_constexprs(q, layout, scales), **config.launch_options(), **overlap,
+    )  # fmt: skip
     return out

@@ -91,7 +91,7 @@ def padded_reqs(num_reqs: int) -> int:
     return size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DecodeAttentionConfig:
     """Launch choices of one decode attention."""
 
@@ -133,33 +133,25 @@ class DecodeAttentionConfig:
             device: the GPU; a compute capability of None stands for AMD.
         """
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
-            return cls(tile_tokens=128, num_warps=1, num_stages=1, programs_per_sm=1)
+            return cls(128, num_warps=1, num_stages=1, programs_per_sm=1)
         is_amd = device.capability is None
         if dtype == torch.float32:
             # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
             tile_tokens = 16 if head_dim > 128 or is_amd else 32
             num_warps = 4 if is_amd else 8
-            return cls(
-                tile_tokens=tile_tokens, num_warps=num_warps, num_stages=1, programs_per_sm=2
-            )
+            return cls(tile_tokens, num_warps, num_stages=1, programs_per_sm=2)
         has_codes = dtype.itemsize == 1
         is_narrow = tile_rows == MIN_TILE_ROWS and device.capability == (9, 0)
         if has_codes and is_narrow and head_dim > 128:
             # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
-            return cls(
-                tile_tokens=64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168
-            )
+            return cls(64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168)
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
             # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
             is_tight = tile_rows > 32 and device.capability in ((8, 6), (8, 9), (12, 0))
             is_tight |= is_amd and head_dim > 128
-            return cls(
-                tile_tokens=32,
-                num_warps=4,
-                num_stages=1 if is_tight else 2,
-                programs_per_sm=2 if tile_rows > 32 else 3,
-            )
+            stages, programs = 1 if is_tight else 2, 2 if tile_rows > 32 else 3
+            return cls(32, num_warps=4, num_stages=stages, programs_per_sm=programs)
         # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
         # (1 x 8 heads: 4.1 us, whole segments 5.6). With more than one segment per two
         # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
@@ -173,30 +165,20 @@ class DecodeAttentionConfig:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
             # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
             return cls(
-                tile_tokens=64,
-                num_warps=2,
-                num_stages=2,
-                programs_per_sm=7,
-                min_tiles=4,
-                max_registers=144,
+                64, num_warps=2, num_stages=2, programs_per_sm=7, min_tiles=4, max_registers=144
             )
         if has_codes:
+            fewest = 2 if many else 1
             return cls(
-                tile_tokens=128,
-                num_warps=4,
-                num_stages=2,
-                programs_per_sm=4,
-                min_tiles=2 if many else 1,
+                128, num_warps=4, num_stages=2, programs_per_sm=4, min_tiles=fewest,
                 max_registers=share,
-            )
+            )  # fmt: skip
+        num_warps, share = 4 if many or has_window else 2, share if has_window else None
+        fewest = 4 if many else 1
         return cls(
-            tile_tokens=64,
-            num_warps=4 if many or has_window else 2,
-            num_stages=2,
-            programs_per_sm=4,
-            min_tiles=4 if many else 1,
-            max_registers=share if has_window else None,
-        )
+            64, num_warps=num_warps, num_stages=2, programs_per_sm=4, min_tiles=fewest,
+            max_registers=share,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,25 +313,18 @@ class DecodePlan:
         num_states = max_items if may_split else 0
         return cls(
             config=config,
-            max_reqs=max_reqs,
-            num_kv_heads=num_kv_heads,
-            num_q_heads=num_q_heads,
-            query_len=query_len,
-            num_kv_splits=num_kv_splits,
-            deterministic=deterministic,
-            max_items=max_items,
-            most_items=most_items,
-            fine_items=fine_items,
+            max_reqs=max_reqs, num_kv_heads=num_kv_heads, num_q_heads=num_q_heads,
+            query_len=query_len, num_kv_splits=num_kv_splits, deterministic=deterministic,
+            max_items=max_items, most_items=most_items, fine_items=fine_items,
             long_tiles=max(1, LONG_PIECE // (key_bytes * config.tile_tokens)),
-            max_pieces=max_pieces,
-            may_split=may_split,
+            max_pieces=max_pieces, may_split=may_split,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
             num_items=torch.empty(1, dtype=torch.int32, device=device),
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),
             arrivals=torch.empty(num_states, dtype=torch.int32, device=device),
             read_early=read_early,
-        )
+        )  # fmt: skip
 
 
 def _deterministic(

@@ -43,6 +43,7 @@ from mrv1.kernels.attention.decode.plan import (
 )
 from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.scale_arguments import role_arguments
 
 REQS_PER_PROGRAM = 4
 """Requests whose items one program lists."""
@@ -172,10 +173,7 @@ def _plan_decode_kernel(
     num_reqs,
     kinds_ptr,  # [num_kinds, 3] int32: window, sink, heads
     num_kinds,
-    table_offset_ptr,  # [NUM_KV_HEADS] int32
-    window_ptr,  # [NUM_KV_HEADS] int32
-    sink_ptr,  # [NUM_KV_HEADS] int32
-    ring_blocks_ptr,  # [NUM_KV_HEADS] int32
+    table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr,  # [NUM_KV_HEADS] int32
     max_items,  # rows of items_ptr
     most_items,  # of equal shares, short segments counted by their tiles; see DecodePlan
     fine_items,  # the same bound where pieces would have LONG_TILES or more
@@ -193,7 +191,7 @@ def _plan_decode_kernel(
     TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
     TILE_PIECES: tl.constexpr,  # power of two
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_reqs, TILE_REQS), any): a row of programs lists TILE_REQS requests' items.
 
     First every program computes all piece sizes for itself, once for the heads of a kind, and
@@ -335,22 +333,10 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
     rows = triton.cdiv(plan.max_reqs, tile_reqs)
     columns = max(1, min(num_sms // rows, triton.cdiv(plan.max_pieces, tile_pieces)))
     launch_kernel(
-        _plan_decode_kernel,
-        (rows, columns),
-        plan.items,
-        plan.num_items,
-        plan.arrivals if plan.may_split else None,
-        seq_lens,
-        plan.max_reqs,
-        layout.kinds,
-        num_kinds,
-        layout.table_offset,
-        layout.window,
-        layout.sink,
-        layout.ring_blocks,
-        plan.max_items,
-        plan.most_items,
-        plan.fine_items,
+        _plan_decode_kernel, (rows, columns),
+        plan.items, plan.num_items, plan.arrivals if plan.may_split else None,
+        seq_lens, plan.max_reqs, layout.kinds, num_kinds, *role_arguments(layout),
+        plan.max_items, plan.most_items, plan.fine_items,
         NUM_KV_HEADS=plan.num_kv_heads,
         QUERY_LEN=plan.query_len,
         TILE_TOKENS=plan.config.tile_tokens,
@@ -359,14 +345,11 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
         MIN_TILES=plan.config.min_tiles,
         LONG_TILES=plan.long_tiles,
-        ALL_REQS=all_reqs,
-        ALL_KINDS=all_kinds,
-        TILE_REQS=tile_reqs,
-        TILE_HEADS=tile_heads,
-        TILE_PIECES=tile_pieces,
+        ALL_REQS=all_reqs, ALL_KINDS=all_kinds,
+        TILE_REQS=tile_reqs, TILE_HEADS=tile_heads, TILE_PIECES=tile_pieces,
         num_warps=plan_warps(all_reqs * all_kinds),
         **overlap_options(seq_lens.device),
-    )
+    )  # fmt: skip
 
 
 def pieces_per_program(tile_heads: int) -> int:

@@ -52,7 +52,7 @@ from mrv1.kernels.attention.online_softmax import (
     States,
     add_states,
     arrives_last,
-    dot_precision,
+    attention_constexprs,
     first_state,
     fold_piece,
     halves,
@@ -85,7 +85,7 @@ from mrv1.kernels.cache.codes import product_query, scale_index
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
-from mrv1.kernels.cache.scale_arguments import cache_arguments, codec_constexprs
+from mrv1.kernels.cache.scale_arguments import cache_arguments, role_arguments
 
 SCAN_REQS = tl.constexpr(128)
 """Requests whose first tiles are compared at once."""
@@ -496,7 +496,8 @@ def _store_tile(
         num_q_heads = batch.num_kv_heads * TILES.GROUP
         state = (split * batch.num_tokens + row.token) * num_q_heads + row.q_head
         tl.store(states.ptr + state[:, None] * TILES.HEAD_DIM + dims[None, :], value, mask=mask)
-        tl.store(states.lse_ptr + state, natural_lse(top, total), mask=row.in_tile)
+        row_lse = natural_lse(top, total)
+        tl.store(states.lse_ptr + state, row_lse, mask=row.in_tile)
         if arrives_last(states.arrivals_ptr + tile * batch.num_kv_heads + head, splits):
             _merge_tile(out, lse, states, batch, splits, queries, head, TILES)
 
@@ -679,19 +680,15 @@ def paged_prefill_attention(
     query sees. The chunk's own keys must be in the cache already: its queries see them too.
 
     Args:
-        q: ``[num_tokens, q_heads, head_dim]`` fp16, bf16 or fp32; any token and head stride, unit
-            last stride. ``q_heads`` is a multiple of the layout's KV heads.
-        k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of ``q``,
-            or with ``scales`` float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages
-            that no query may see may hold NaN.
-        v_cache: one layer's value buffer, likewise.
-        block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
-            ``[num_reqs * kv_heads, max_blocks]``; -1 = no page, its keys are skipped.
+        q: ``[num_tokens, q_heads, head_dim]``, otherwise as in ``paged_decode_attention``.
+        k_cache: as in ``paged_decode_attention``.
+        v_cache: as in ``paged_decode_attention``.
+        block_table: as in ``paged_decode_attention``.
         query_start_loc: ``[num_reqs + 1]`` int32, ascending from 0 to at most ``num_tokens`` (also
             called ``cu_seqlens_q``). A request without queries is fine.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries (also ``context_lens``).
         layout: where the pages lie and what each head may see.
-        softmax_scale: factor of the scores, positive, usually ``head_dim ** -0.5``.
+        softmax_scale: as in ``paged_decode_attention``.
         max_query_len: upper bound on a request's queries. It limits the size of a tile, and on
             sm_90 it may choose the kernel (``choice.KERNELS``), so it changes the result by
             rounding only. 0 = no queries (``q`` may still have rows of padding).
@@ -716,18 +713,14 @@ def paged_prefill_attention(
             None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
             log-sum-exp of the scaled, capped scores and the head's logit sink.
-        scales: of an fp8 cache, else None. The scales of pages that no query sees may be NaN too.
-        visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
-            where a head reads the page in a column, untouched elsewhere.
+        scales: as in ``paged_decode_attention``.
+        visited: as in ``paged_decode_attention``.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, a scale that is not positive, or a head
-            dimension without a kernel.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        TypeError, ValueError, UnsupportedDeviceError: as ``paged_decode_attention``.
 
     Numerics:
         As ``paged_decode_attention``: fp32 accumulation and softmax, weights rounded to the
@@ -795,54 +788,17 @@ def paged_prefill_attention(
         # Beside long contexts of full heads, the programs of streaming heads end at once.
         num_sharing = num_sharing * num_heads // len(layout.full_heads)
     num_programs = num_tiles * num_heads + (num_sharing - num_heads if num_sharing else 0)
+    states = (None, None, None, 0) if splits is None else splits.arguments
     launch_kernel(
-        _paged_prefill_attention_kernel,
-        (num_programs,),
-        *with_strides(out),
-        *with_strides(lse),
-        None if splits is None else splits.states,
-        None if splits is None else splits.states_lse,
-        arrivals,
-        0 if splits is None else splits.num_splits,
-        num_sharing,
-        num_tokens,
-        visited,
-        *with_strides(q),
-        *cache_arguments(k_cache, v_cache, scales),
-        table,
-        table.stride(0),
-        table.shape[1],
-        query_start_loc,
-        seq_lens,
-        attn_mask_offsets,
-        num_reqs,
-        layout.num_kv_heads,
-        heads,
-        num_heads,
-        layout.head_base,
-        layout.block_stride,
-        layout.table_offset,
-        layout.window,
-        layout.sink,
-        layout.ring_blocks,
-        layout.token_stride,
-        softmax_scale,
-        logits_soft_cap or None,
-        sinks,
-        GROUP=layer.group,
-        HEAD_DIM=layout.head_dim,
-        BLOCK_SIZE=layout.block_size,
-        HAS_WINDOW=layout.has_window,
-        VISITS_MASKED=layout.has_window and layout.visits_masked,
-        HAS_RING=layout.has_ring,
-        TILE_QUERIES=tile_queries,
-        TILE_ROWS=config.tile_rows,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_DIM=triton.next_power_of_2(layout.head_dim),
-        PRECISION=dot_precision(q.dtype),
-        MIN_STEPS=MIN_SPLIT_STEPS,
-        FOLDS=folds,
-        **codec_constexprs(scales, layout, q.device),
-        **config.launch_options(),
-    )
+        _paged_prefill_attention_kernel, (num_programs,),
+        *with_strides(out), *with_strides(lse), *states, num_sharing, num_tokens, visited,
+        *with_strides(q), *cache_arguments(k_cache, v_cache, scales),
+        table, table.stride(0), table.shape[1], query_start_loc, seq_lens, attn_mask_offsets,
+        num_reqs, layout.num_kv_heads, heads, num_heads,
+        layout.head_base, layout.block_stride, *role_arguments(layout), layout.token_stride,
+        softmax_scale, logits_soft_cap or None, sinks,
+        TILE_QUERIES=tile_queries, TILE_ROWS=config.tile_rows, TILE_TOKENS=config.tile_tokens,
+        TILE_DIM=triton.next_power_of_2(layout.head_dim), MIN_STEPS=MIN_SPLIT_STEPS, FOLDS=folds,
+        **attention_constexprs(q, layout, scales), **config.launch_options(),
+    )  # fmt: skip
     return out

@@ -142,35 +142,37 @@ class ConfigRow(NamedTuple):
     config: PrefillAttentionConfig
 
 
-_AMD, _HOPPER, _ANY = (None,), ((9, 0),), None
-_BIG_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+_AMD, _HOPPER, _ANY = (None,), (WARP_GROUP_CAPABILITY,), None
+_BIG = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
 _ANY_DIM = 1 << 30
+"""More than every head dimension."""
 
-CONFIGS = tuple(
-    ConfigRow(*limits, PrefillAttentionConfig(*choices))
-    for *limits, choices in (
-        # (..., (rows of a tile, keys of a tile, warps, stages, registers))
-        # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
-        (4, _ANY, _ANY_DIM, "offsets", (16, 16, 4, 1)),
-        # Codes are widened to fp16 in registers, which spill with more keys at once.
-        (1, _HOPPER, 128, "causal", (64, 64, 4, 2)),
-        (1, _HOPPER, 128, "offsets", (64, 32, 4, 2)),
-        (1, _ANY, 128, "offsets", (32, 32, 4, 2)),
-        (1, _AMD, _ANY_DIM, "offsets", (32, 32, 4, 2)),  # 8 warps spill on gfx942
-        (1, _ANY, _ANY_DIM, "offsets", (32, 32, 8, 2)),  # 4 warps spill on sm_89
-        # With 128 registers two programs share a multiprocessor: one computes its softmax while
-        # the other multiplies. The code for windows spills a little at 64 keys, but is an eighth
-        # faster than at 32 where some heads see far; the code for mask offsets spills even at 32.
-        (2, _HOPPER, 128, "window", (128, 64, 8, 2, 128)),
-        (2, _BIG_SHARED_MEMORY, 128, "window", (128, 64, 8, 3)),
-        (2, _BIG_SHARED_MEMORY, 128, "offsets", (128, 32, 8, 3)),  # 64 keys spill on sm_100
-        (2, _ANY, 64, "offsets", (64, 64, 4, 2)),
-        (2, _ANY, 128, "offsets", (64, 32, 4, 2)),  # 64 keys spill on sm_89
-        (2, _BIG_SHARED_MEMORY, _ANY_DIM, "offsets", (64, 32, 8, 2)),
-        # One stage fits in gfx942's 64 KiB of shared memory; 4 warps spill on sm_89.
-        (2, _ANY, _ANY_DIM, "offsets", (64, 32, 8, 1)),
-    )
+CONFIGS = (
+    # (rows and keys of a tile, warps, stages[, registers])
+    # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
+    ConfigRow(4, _ANY, _ANY_DIM, "offsets", PrefillAttentionConfig(16, 16, 4, 1)),
+    # Codes are widened to fp16 in registers, which spill with more keys at once.
+    ConfigRow(1, _HOPPER, 128, "causal", PrefillAttentionConfig(64, 64, 4, 2)),
+    ConfigRow(1, _HOPPER, 128, "offsets", PrefillAttentionConfig(64, 32, 4, 2)),
+    ConfigRow(1, _ANY, 128, "offsets", PrefillAttentionConfig(32, 32, 4, 2)),
+    # 8 warps spill on gfx942.
+    ConfigRow(1, _AMD, _ANY_DIM, "offsets", PrefillAttentionConfig(32, 32, 4, 2)),
+    # 4 warps spill on sm_89.
+    ConfigRow(1, _ANY, _ANY_DIM, "offsets", PrefillAttentionConfig(32, 32, 8, 2)),
+    # With 128 registers two programs share a multiprocessor: one computes its softmax while
+    # the other multiplies. The code for windows spills a little at 64 keys, but is an eighth
+    # faster than at 32 where some heads see far; the code for mask offsets spills even at 32.
+    ConfigRow(2, _HOPPER, 128, "window", PrefillAttentionConfig(128, 64, 8, 2, 128)),
+    ConfigRow(2, _BIG, 128, "window", PrefillAttentionConfig(128, 64, 8, 3)),
+    # 64 keys spill on sm_100.
+    ConfigRow(2, _BIG, 128, "offsets", PrefillAttentionConfig(128, 32, 8, 3)),
+    ConfigRow(2, _ANY, 64, "offsets", PrefillAttentionConfig(64, 64, 4, 2)),
+    # 64 keys spill on sm_89.
+    ConfigRow(2, _ANY, 128, "offsets", PrefillAttentionConfig(64, 32, 4, 2)),
+    ConfigRow(2, _BIG, _ANY_DIM, "offsets", PrefillAttentionConfig(64, 32, 8, 2)),
+    # One stage fits in gfx942's 64 KiB of shared memory; 4 warps spill on sm_89.
+    ConfigRow(2, _ANY, _ANY_DIM, "offsets", PrefillAttentionConfig(64, 32, 8, 1)),
 )
 
 
@@ -221,7 +223,7 @@ KERNELS = (
     # Speeds relative to the portable kernel, on an H200, heads of 128 dimensions.
     # 1.3 to 2.4 from 256 rows on, the fewest that were measured.
     WarpGroupKernel(
-        module="hopper_fp8",
+        module="hopper",
         dtypes=(FP8.dtype,),
         head_dims=(128,),
         divisions=("tiles", "keys", "queue"),  # a queue it leaves alone
@@ -277,6 +279,13 @@ class PrefillSplits:
     """[tiles * kv_heads] int32, programs that have stored partial results; 0 between launches."""
     ticket: torch.Tensor
     """[1] int32, tiles that programs of ``hopper_queue`` have taken; 0 between launches."""
+
+    @property
+    def arguments(
+        self,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
+        """The arguments of a kernel whose programs divide a tile's keys."""
+        return self.states, self.states_lse, self.arrivals, self.num_splits
 
     @classmethod
     def allocate(

@@ -1,6 +1,6 @@
 """Paged prefill attention for Hopper (sm_90): one tile of queries a program, or shared by several.
 
-The same attention as ``attention``, which launches this kernel where ``fits_warp_groups``
+The same attention as ``attention``, which launches this kernel where ``choice.KERNELS``
 allows: for the full heads, with causal masks, of 16-bit caches of contiguous pages of 64, 128 or
 256 dimensions; with ``hopper_fp8``, of caches of e4m3 codes of 128. ``warp_groups`` tells how a
 program works.
