@@ -11,7 +11,12 @@ from mrv1.config import DTYPES, Dtype, KVCacheDtypeName
 from mrv1.errors import ConfigError
 from mrv1.headwise import Visible
 from mrv1.headwise.calibrate import Method
-from mrv1.options import check_fields, integers, numbers
+from mrv1.options import Range, check_fields, integers, numbers
+
+
+def at_least(least: int) -> Range:
+    """Return the range of the integers from ``least`` on."""
+    return integers(least, expected=f">= {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +34,20 @@ class CalibrateOptions:
     words. The loss counts the answers to questions about the facts and, with a file, its text."""
     budget: Annotated[float, numbers(0, 1, "0 to 1")] = 0.25
     """Share of the heads that stay full. Layers that have a window in the model do not count."""
-    window: Annotated[int, integers(1)] = 256
+    window: Annotated[int, at_least(1)] = 256
     """Last tokens that a streaming head sees, the current one included."""
-    sink: Annotated[int, integers(0)] = 64
+    sink: Annotated[int, at_least(0)] = 64
     """First tokens, which a streaming head always sees."""
     method: Method = "greedy"
     """``greedy``: several rounds; a head is tried while all heads of earlier rounds stream.
     ``single``: each head is tried alone; faster, but misses heads that can replace each other."""
-    num_prompts: Annotated[int, integers(1)] = 2
+    num_prompts: Annotated[int, at_least(1)] = 2
     """Number of prompts for each loss."""
-    num_tokens: Annotated[int, integers(1)] = 2048
+    num_tokens: Annotated[int, at_least(1)] = 2048
     """Tokens of a prompt."""
-    num_facts: Annotated[int, integers(1)] = 32
+    num_facts: Annotated[int, at_least(1)] = 32
     """Facts of a prompt, and questions about them."""
-    seed: Annotated[int, integers(0)] = 0
+    seed: Annotated[int, at_least(0)] = 0
     """Seed of the prompts."""
     dtype: Annotated[Dtype, DTYPES] = "auto"
     device: str = "auto"

@@ -41,9 +41,9 @@ def _plain(value: object) -> object:
         return tuple(map(_plain, value))
     if isinstance(value, str):
         value.encode()
-    for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)
+        return str(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return int(value) if isinstance(value, int) else float(value)
     return value
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mrv1.kernels._base.arguments import with_strides
+from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 
@@ -27,7 +28,7 @@ def group_size(vocab_size: int) -> int:
 
 def padded_groups(vocab_size: int) -> int:
     """Return the number of groups of a row, rounded up to a power of two."""
-    return triton.next_power_of_2(triton.cdiv(vocab_size, group_size(vocab_size)))
+    return next_power_of_2(cdiv(vocab_size, group_size(vocab_size)))
 
 
 @triton.jit
@@ -140,8 +141,8 @@ def sum_groups(
     """Launch ``group_sums_kernel`` with ``tile_groups`` groups of a row in a program."""
     num_rows, vocab_size = logits.shape
     size = group_size(vocab_size)
-    num_groups = triton.cdiv(vocab_size, size)
-    num_parts = triton.cdiv(num_groups, tile_groups)
+    num_groups = cdiv(vocab_size, size)
+    num_parts = cdiv(num_groups, tile_groups)
     maxima, sums = logits.new_empty((2, num_rows, num_groups), dtype=torch.float32)
     group_sums_kernel[(num_rows * num_parts,)](
         maxima,

@@ -280,10 +280,10 @@ def top_logprobs(
     )
     if num_rows == 0 or num_tokens + num_top == 0:
         return results
-    config_for = TopLogprobsConfig.default_for
     if INTERPRET:
-        config_for = TopLogprobsConfig.for_interpreter
-    config = config_for(vocab_size)
+        config = TopLogprobsConfig.for_interpreter(vocab_size)
+    else:
+        config = TopLogprobsConfig.default_for(vocab_size)
     num_parts = triton.cdiv(triton.cdiv(vocab_size, group_size(vocab_size)), config.tile_groups)
     num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
     groups = sum_groups(

@@ -177,10 +177,10 @@ def sample_tokens(
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    config_for = SampleTokensConfig.default_for
     if INTERPRET:
-        config_for = SampleTokensConfig.for_interpreter
-    config = config_for(vocab_size)
+        config = SampleTokensConfig.for_interpreter(vocab_size)
+    else:
+        config = SampleTokensConfig.default_for(vocab_size)
     groups = sum_groups(logits, idx_mapping, temperature, config.tile_groups, config.num_warps)
     scratch = None
     if any(value is not None for value in filters.values()):
