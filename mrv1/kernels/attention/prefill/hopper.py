@@ -24,8 +24,6 @@ from mrv1.kernels.attention.prefill.warp_groups import (
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
-    SCAN_REQS,
-    VECTOR,
 )
 from mrv1.kernels.cache.kv_scales import KVScales
 
@@ -33,22 +31,6 @@ SCAN_BLOCKS = gl.constexpr(1024)
 MERGED_ROWS = gl.constexpr(16)
 """Rows that are merged at a time, so that they fit registers."""
 WIDE_VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-
-
-@gluon.jit
-def _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: gl.constexpr):
-    """Return how many tiles come before the padding after the last token, at least one."""
-    end = gl.load(query_start_loc_ptr + num_reqs)
-    last_req = -1
-    last_start = 0
-    for first in range(0, num_reqs, SCAN_REQS):
-        other = first + gl.arange(0, SCAN_REQS, layout=VECTOR)
-        query_start = gl.load(query_start_loc_ptr + other, mask=other < num_reqs, other=2147483647)
-        has_tokens = query_start < end
-        last_req += gl.sum(has_tokens.to(gl.int32), axis=0)
-        last_start = gl.maximum(last_start, gl.max(gl.where(has_tokens, query_start, 0), axis=0))
-    first_tile = last_start // TILE_QUERIES + last_req
-    return gl.maximum(first_tile + gl.cdiv(end - last_start, TILE_QUERIES), 1)
 
 
 @gluon.jit
@@ -70,7 +52,7 @@ def _consume(PART: gl.constexpr, buffers, q, outputs, tile, pages, first_tile, n
     first_column = first_tile * TILE_TOKENS // pages.BLOCK_SIZE
     has_gaps = pages.have_gaps(first_column, SCAN_BLOCKS, WIDE_VECTOR)
     last_tile = first_tile + num_tiles - 1
-    num_inner = tile.num_inner(TILE_TOKENS) - first_tile
+    num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - first_tile
     num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
     num_live = tile.context_len + tile.end_query - last_tile * TILE_TOKENS
     consumer = wg.Consumer(PART, buffers, wg.PlainKeys(pages, scale, has_gaps))
@@ -141,32 +123,28 @@ def _prefill_hopper_kernel(
     head_base_ptr, block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
     softmax_scale,
-    DIM: gl.constexpr,
-    GROUP: gl.constexpr,  # query heads per KV head
-    BLOCK_SIZE: gl.constexpr,
-    TILE_TOKENS: gl.constexpr,  # keys of a tile
+    DIM: gl.constexpr, GROUP: gl.constexpr,  # query heads per KV head
+    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,  # keys of a tile
     STAGES: gl.constexpr,  # tiles of K and of V in shared memory
     MIN_TILES: gl.constexpr,  # of a program that shares a tile
 ):  # fmt: skip
     """Grid (tiles * num_heads, and num_programs - num_heads more where programs share tiles)."""
     TILE_QUERIES: gl.constexpr = ROWS // GROUP
     pairs = gl.num_programs(0)
-    if states_ptr is not None:
-        pairs -= num_programs - num_heads
     pair = gl.program_id(0)
     split = gl.to_tensor(0)
     if states_ptr is not None:
-        tiles = _count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
+        pairs -= num_programs - num_heads
+        tiles = wg.count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
         num_splits = gl.minimum(num_splits, num_programs // (tiles * num_heads))
         num_splits = gl.maximum(num_splits, 1)
         if pair >= pairs:
             split = 1 + (pair - pairs) // (tiles * num_heads)
             pair = (pair - pairs) % (tiles * num_heads)
             tile_of_batch = pair // num_heads
-            head = pair % num_heads
         else:
             tile_of_batch = pairs // num_heads - 1 - pair // num_heads
-            head = pair % num_heads
+        head = pair % num_heads
         if split >= num_splits:
             return
     else:
@@ -201,11 +179,9 @@ def _prefill_hopper_kernel(
     last_column = gl.minimum(last_column, gl.cdiv(end_tile * TILE_TOKENS, BLOCK_SIZE) - 1)
     pages = wg.Pages(
         block_table_ptr + req.to(gl.int64) * stride_table_row + gl.load(table_offset_ptr + head),
-        last_column,
-        (gl.load(head_base_ptr + head) // DIM).to(gl.int32),
-        (gl.load(block_stride_ptr + head) // DIM).to(gl.int32),
-        BLOCK_SIZE,
-    )
+        last_column, (gl.load(head_base_ptr + head) // DIM).to(gl.int32),
+        (gl.load(block_stride_ptr + head) // DIM).to(gl.int32), BLOCK_SIZE,
+    )  # fmt: skip
     tile = wg.QueryTile(query_start, first_query, end_query, context_len, head, GROUP)
 
     q = wg.Matrix(q_ptr, stride_q_token, stride_q_head)
@@ -226,15 +202,11 @@ def _prefill_hopper_kernel(
         values = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
         buffers = wg.Buffers(wg.Channel(queries, None, None), keys, values, wg.make_barriers(1, 2))
         fence_async_shared()
-        gl.warp_specialize(
-            [
-                (_consume, (0, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
-                (_consume, (1, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
-                (_produce, (k_desc, v_desc, buffers, pages, first_tile, num_tiles)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        gl.warp_specialize([
+            (_consume, (0, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
+            (_consume, (1, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
+            (_produce, (k_desc, v_desc, buffers, pages, first_tile, num_tiles)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         scales = hopper_fp8.Scales(
             k_scale_ptr, v_scale_ptr, gl.load(scale_base_ptr + head),
@@ -258,30 +230,27 @@ MIN_SHARED_TILES = 4
 """Tiles of a program that shares a query tile's keys with others, at least."""
 
 
-def launch(
-    call: PrefillCall, splits: PrefillSplits | None = None, scales: KVScales | None = None
-) -> None:
+def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | None) -> None:
     """Launch the kernel; programs share tiles if there are ``splits``."""
     num_programs, num_heads = call.num_pairs, call.heads[1]
-    shared: tuple[object, ...] = (None, None, None, 0, 0)
+    parts: tuple[object, ...] = (None, None, None, 0, 0)
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         num_programs += num_sharing - num_heads
-        shared = (splits.states, splits.states_lse, splits.arrivals)
-        shared += (splits.num_splits, num_sharing)
-    is_wide = scales is None
+        parts = (splits.states, splits.states_lse, splits.arrivals, splits.num_splits, num_sharing)
+    tile = WARP_GROUP_TILES[call.layout.head_dim] if scales is None else hopper_fp8.TILE
     launch_kernel(
         _prefill_hopper_kernel,
         (num_programs,),
         *call.outputs(),
-        *shared,
+        *parts,
         call.q.shape[0],
         *with_strides(call.q),
         *call.caches(wg.describe),
         *hopper_fp8.scale_arguments(scales, call.layout.block_size),
         call.layout.num_kv_heads,
         *call.batch(),
-        **call.constexprs(WARP_GROUP_TILES[call.layout.head_dim] if is_wide else hopper_fp8.TILE),
+        **call.constexprs(tile),
         MIN_TILES=MIN_SHARED_TILES,
         num_warps=4,
     )

@@ -45,9 +45,7 @@ LIFT = gl.constexpr(14)
 """Weights are at most 2^14, so that fp16 holds weights down to 2^-38 of the largest."""
 QUERY_EXPONENT = gl.constexpr(14)
 """A program's largest bf16 query element becomes an fp16 number in [2^14, 2^15)."""
-WIDE_LAYOUT = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-)
+WIDE_LAYOUT = gl.constexpr(wg.BOX_LAYOUTS[2])
 COLUMN_LAYOUT = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32], [64]]))
 """A thread has keys 2 i and 2 i + 1 of every 8 scores; here two such pairs are 16 bytes."""
 SIZE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -81,13 +79,6 @@ class ScaledKeys:
     factors: gl.shared_memory_descriptor  # [COLUMN_STAGES, TILE_TOKENS], as the next two
     biases: gl.shared_memory_descriptor
     inverses: gl.shared_memory_descriptor
-
-    @gluon.jit
-    def store(self, at, factor, bias, inverse):
-        """Store the columns of a tile."""
-        self.factors.index(at % COLUMN_STAGES).store(factor)
-        self.biases.index(at % COLUMN_STAGES).store(bias)
-        self.inverses.index(at % COLUMN_STAGES).store(inverse)
 
     @gluon.jit
     def weigh(self, scores, top, total, at, tile, visible_keys, MASKED: gl.constexpr):
@@ -167,17 +158,14 @@ def _convert(
     codes, buffers, columns, sizes, sized, pages, scales, end_position, end_tile, num_tiles,
     scale, IS_DIVIDED: gl.constexpr,
 ):  # fmt: skip
-    """Widen the last ``num_tiles`` tiles in the order of the copies; write the keys' columns.
-
-    ``IS_DIVIDED`` says that the queries are bf16, divided by a power of two.
-    """
+    """Widen the last ``num_tiles`` tiles in the order of the copies; write the keys' columns."""
     TILE_TOKENS: gl.constexpr = codes.tiles.shape[1]
     LAYOUT: gl.constexpr = wg.rows_layout(codes.tiles.shape[2])
     # Blocks are looked up two tiles ahead and scales one, so that no tile waits for them.
     block = _load_blocks(pages, end_tile - 1, end_position, TILE_TOKENS)
     next_block = _load_blocks(pages, end_tile - 2, end_position, TILE_TOKENS)
     k_scale, v_scale = scales.load(block, end_tile - 1, pages.BLOCK_SIZE)
-    if IS_DIVIDED:
+    if IS_DIVIDED:  # the queries are bf16, divided by a power of two
         mbarrier.wait(sized.index(0), 0)
         scale *= ((_query_exponent(sizes) - QUERY_EXPONENT) << 23).to(gl.float32, bitcast=True)
     at = 0
@@ -193,7 +181,9 @@ def _convert(
             codes.wait_filled(at)
             buffers.keys.wait_free(step)
             buffers.keys.tile(step).store(_widened(codes.tile(at).load(LAYOUT)))
-            columns.store(step, factor, bias, inverse)
+            columns.factors.index(step % COLUMN_STAGES).store(factor)
+            columns.biases.index(step % COLUMN_STAGES).store(bias)
+            columns.inverses.index(step % COLUMN_STAGES).store(inverse)
             fence_async_shared()
             buffers.keys.fill(step)
             codes.release(at)
@@ -215,8 +205,7 @@ def _convert(
 
 @gluon.jit
 def _consume(
-    PART: gl.constexpr, buffers, columns, sizes, sized, q, outputs, tile,
-    end_tile, num_tiles,
+    PART: gl.constexpr, buffers, columns, sizes, sized, q, outputs, tile, end_tile, num_tiles
 ):  # fmt: skip
     """Attend from 64 of the program's rows to the ``num_tiles`` tiles before ``end_tile``."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
@@ -233,7 +222,7 @@ def _consume(
     buffers.queries.tile(PART).store(rows)
     fence_async_shared()
 
-    num_inner = tile.num_inner(TILE_TOKENS) - (end_tile - num_tiles)
+    num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - (end_tile - num_tiles)
     num_masked = gl.minimum(gl.maximum(num_tiles - num_inner, 1), num_tiles)
     value, lse, _ = wg.Consumer(PART, buffers, columns).attend(
         tile, 0, end_tile - 1, num_masked, num_tiles, None, 0, LIFT
@@ -247,12 +236,10 @@ def attend(
     STAGES: gl.constexpr, TILE_TOKENS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Run the groups of warps of a program."""
-    queries = wg.Channel(
-        gl.allocate_shared_memory(gl.float16, [2, 64, DIM], WIDE_LAYOUT), None, None
-    )
+    queries = gl.allocate_shared_memory(gl.float16, [2, 64, DIM], WIDE_LAYOUT)
     keys = wg.make_channel(gl.float16, WIDE_LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
     values = wg.make_channel(gl.float16, WIDE_LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
-    buffers = wg.Buffers(queries, keys, values, None)
+    buffers = wg.Buffers(wg.Channel(queries, None, None), keys, values, None)
     CODES_LAYOUT: gl.constexpr = k_desc.layout
     codes = wg.make_channel(gl.uint8, CODES_LAYOUT, SLOTS, TILE_TOKENS, DIM, 1)
     COLUMNS: gl.constexpr = [COLUMN_STAGES, TILE_TOKENS]
@@ -264,25 +251,15 @@ def attend(
     sizes = gl.allocate_shared_memory(gl.float32, [2, 1], SIZE_LAYOUT)
     sized = wg.make_barriers(1, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, buffers, columns, sizes, sized, q, outputs, tile,
-                end_tile, num_tiles,
-            )),
-            (_consume, (
-                1, buffers, columns, sizes, sized, q, outputs, tile,
-                end_tile, num_tiles,
-            )),
-            (_convert, (
-                codes, buffers, columns, sizes, sized, pages, scales, end_position, end_tile,
-                num_tiles, scale, q.ptr.dtype.element_ty == gl.bfloat16,
-            )),
-            (_produce, (k_desc, v_desc, codes, pages, end_tile, num_tiles)),
-        ],
-        [4, 4, 1],
-        [CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (0, buffers, columns, sizes, sized, q, outputs, tile, end_tile, num_tiles)),
+        (_consume, (1, buffers, columns, sizes, sized, q, outputs, tile, end_tile, num_tiles)),
+        (_convert, (
+            codes, buffers, columns, sizes, sized, pages, scales, end_position, end_tile,
+            num_tiles, scale, q.ptr.dtype.element_ty == gl.bfloat16,
+        )),
+        (_produce, (k_desc, v_desc, codes, pages, end_tile, num_tiles)),
+    ], [4, 4, 1], [CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def scale_arguments(scales: KVScales | None, block_size: int) -> tuple[object, ...]:

@@ -12,8 +12,6 @@ go through the same tiles, each at its own pace::
 The scheduler takes a tile when the producer begins with the last pages of the tile before, no
 sooner, so that a program with much to do leaves tiles to others. Which program computes a tile
 changes no bit of it.
-
-Source: FlashAttention-3 (arXiv:2407.08608) for programs that stay and take tiles as they end.
 """
 
 from __future__ import annotations
@@ -161,9 +159,8 @@ def _schedule(
             block_rows = (gl.load(block_stride_ptr + head) // DIM).to(gl.int32)
             last_column = gl.maximum(gl.cdiv(end_position, BLOCK_SIZE) - 1, 0)
             # A page that is missing among those that every row sees makes all tiles masked ones.
-            pages = wg.Pages(
-                block_table_ptr + table_row, last_column, head_row, block_rows, BLOCK_SIZE
-            )
+            row_ptr = block_table_ptr + table_row
+            pages = wg.Pages(row_ptr, last_column, head_row, block_rows, BLOCK_SIZE)
             has_gaps = pages.have_gaps(0, SCAN_BLOCKS, WIDE_WARP)
             num_inner = (context_len + first_query + 1) // TILE_TOKENS
             num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
@@ -290,10 +287,8 @@ def _prefill_queue_kernel(
     head_base_ptr, block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
     softmax_scale,
-    DIM: gl.constexpr,
-    GROUP: gl.constexpr,  # query heads per KV head
-    BLOCK_SIZE: gl.constexpr,
-    TILE_TOKENS: gl.constexpr,  # keys of a tile
+    DIM: gl.constexpr, GROUP: gl.constexpr,  # query heads per KV head
+    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,  # keys of a tile
     STAGES: gl.constexpr,  # tiles of K and of V in shared memory
 ):  # fmt: skip
     """Grid: any number of programs; one a multiprocessor runs at a time."""
@@ -312,27 +307,19 @@ def _prefill_queue_kernel(
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)
     lse = wg.Matrix(lse_ptr, stride_lse_token, stride_lse_head)
     scale = softmax_scale * LOG2_E
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE
-            )),
-            (_consume, (
-                1, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE
-            )),
-            (_produce, (
-                q_desc, k_desc, v_desc, buffers, items, wanted, block_table_ptr, GROUP, BLOCK_SIZE
-            )),
-            (_schedule, (
-                items, wanted, ticket_ptr,
-                block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
-                num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-                DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
-            )),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (0, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE)),
+        (_consume, (1, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE)),
+        (_produce, (
+            q_desc, k_desc, v_desc, buffers, items, wanted, block_table_ptr, GROUP, BLOCK_SIZE
+        )),
+        (_schedule, (
+            items, wanted, ticket_ptr,
+            block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
+            heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
+            DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
+        )),
+    ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)

@@ -10,15 +10,14 @@ have tasks of their own, and signal each other through barriers in shared memory
 While one consumer computes its softmax, the other one multiplies. Keys go from the last tile to
 the first, so that the masked tiles come first and the loop over the others has no mask.
 
-Here is what the kernels share: a ``Channel`` of tiles between groups, the ``Pages`` of a request,
-the ``QueryTile`` of a program, and the ``Consumer``. A kernel adds the order of tiles (``hopper``:
-one a program; ``hopper_queue``: from a queue), and ``hopper_fp8`` a group that widens codes.
+A kernel adds the order of tiles (``hopper``: one a program; ``hopper_queue``: from a queue), and
+``hopper_fp8`` a group of warps that widens codes.
 
 Gluon, not Triton: Triton 3.6 to 3.9 has no way to say which warps copy and which multiply, and
 its own pipelining keeps the two products of a step and the softmax in one order.
 
-Source: FlashAttention-3 (arXiv:2407.08608) for the division among warp groups; Triton's Gluon
-example of attention for channels as aggregates.
+Source: FlashAttention-3 (arXiv:2407.08608) for warp groups, and for programs that take tiles as
+they end; Triton's Gluon example of attention for channels as aggregates.
 """
 
 from __future__ import annotations
@@ -81,6 +80,22 @@ def find_request(
 
 
 @gluon.jit
+def count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES: gl.constexpr):
+    """Return how many tiles come before the padding after the last token, at least one."""
+    end = gl.load(query_start_loc_ptr + num_reqs)
+    last_req = -1
+    last_start = 0
+    for first in range(0, num_reqs, SCAN_REQS):
+        other = first + gl.arange(0, SCAN_REQS, layout=VECTOR)
+        query_start = gl.load(query_start_loc_ptr + other, mask=other < num_reqs, other=2147483647)
+        has_tokens = query_start < end
+        last_req += gl.sum(has_tokens.to(gl.int32), axis=0)
+        last_start = gl.maximum(last_start, gl.max(gl.where(has_tokens, query_start, 0), axis=0))
+    first_tile = last_start // TILE_QUERIES + last_req
+    return gl.maximum(first_tile + gl.cdiv(end - last_start, TILE_QUERIES), 1)
+
+
+@gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return barriers that so many arrivals complete; a fence must follow."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -135,11 +150,10 @@ class Channel:
         PAGES: gl.constexpr = TILE_TOKENS // desc.block_shape[0]
         BOX_DIM: gl.constexpr = desc.block_shape[1]
         PARTS: gl.constexpr = self.tiles.shape[2] // BOX_DIM
-        BYTES: gl.constexpr = desc.dtype.primitive_bitwidth // 8
         filled = self.filled.index(at % self.tiles.shape[0])
         boxes = as_boxes(self.tile(at), desc, PARTS * PAGES)
         self.wait_free(at)
-        mbarrier.expect(filled, TILE_TOKENS * PARTS * BOX_DIM * BYTES)
+        mbarrier.expect(filled, PAGES * PARTS * desc.block_type.nbytes)
         for page in gl.static_range(PAGES):
             for part in gl.static_range(PARTS):
                 box = boxes.index(part * PAGES + page)
@@ -211,18 +225,6 @@ class QueryTile:
         q_head = (self.head * self.GROUP + row % self.GROUP).to(gl.int64)
         return token, q_head, query < self.end_query
 
-    @gluon.jit
-    def positions(self, PART: gl.constexpr, LAYOUT: gl.constexpr):
-        """Return the positions of a consumer's rows, the last query's for rows after it."""
-        row = PART * 64 + gl.arange(0, 64, layout=LAYOUT)
-        query = gl.minimum(self.first_query + row // self.GROUP, self.end_query - 1)
-        return self.context_len + query
-
-    @gluon.jit
-    def num_inner(self, TILE_TOKENS: gl.constexpr):
-        """Return how many of the request's tiles of keys every row sees whole."""
-        return (self.context_len + self.first_query + 1) // TILE_TOKENS
-
 
 @aggregate
 class Matrix:
@@ -233,16 +235,11 @@ class Matrix:
     stride_head: gl.tensor
 
     @gluon.jit
-    def at(self, token, q_head):
-        """Return the offset of a token's row, in elements."""
-        return token * self.stride_token + q_head * self.stride_head
-
-    @gluon.jit
     def load(self, tile, PART: gl.constexpr, DIM: gl.constexpr):
         """Return a consumer's rows of a tile, 0 where there is no query."""
         LAYOUT: gl.constexpr = rows_layout(DIM)
         token, q_head, exists = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
-        offset = self.at(token, q_head)[:, None]
+        offset = (token * self.stride_token + q_head * self.stride_head)[:, None]
         dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
         return gl.load(self.ptr + offset + dim[None, :], mask=exists[:, None], other=0.0)
 
@@ -250,7 +247,7 @@ class Matrix:
     def store(self, value, places):
         """Store rows."""
         token, q_head, exists = places
-        offset = self.at(token, q_head)[:, None]
+        offset = (token * self.stride_token + q_head * self.stride_head)[:, None]
         dim = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
         value = value.to(self.ptr.dtype.element_ty)
         gl.store(self.ptr + offset + dim[None, :], value, mask=exists[:, None])
@@ -260,7 +257,8 @@ class Matrix:
         """Store a number for each row, if there is a pointer."""
         if self.ptr is not None:
             token, q_head, exists = places
-            gl.store(self.ptr + self.at(token, q_head), value, mask=exists)
+            offset = token * self.stride_token + q_head * self.stride_head
+            gl.store(self.ptr + offset, value, mask=exists)
 
 
 @aggregate
@@ -336,10 +334,7 @@ class PlainKeys:
 
 @gluon.jit
 def clear_rows(values, first, num_live):
-    """Clear values from the ``num_live``-th of a tile on, whose ``first`` is the first here.
-
-    They may be NaN, and 0 * NaN is NaN.
-    """
+    """Clear a tile's values from ``num_live`` on: they may be NaN, and 0 * NaN is NaN."""
     LAYOUT: gl.constexpr = rows_layout(values.shape[1])
     key = first + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     value = values.load(LAYOUT)
@@ -419,7 +414,9 @@ class Consumer:
         OUT_LAYOUT: gl.constexpr = product_layout(DIM)
         VECTOR_OF_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(TILE_TOKENS))
         keys, values, cleared = self.buffers.keys, self.buffers.values, self.buffers.cleared
-        position = tile.positions(self.PART, VECTOR_OF_ROWS)
+        row = self.PART * 64 + gl.arange(0, 64, layout=VECTOR_OF_ROWS)
+        query = gl.minimum(tile.first_query + row // tile.GROUP, tile.end_query - 1)
+        position = tile.context_len + query
         top = gl.full([64], float("-inf"), gl.float32, VECTOR_OF_ROWS)
         total = gl.zeros([64], gl.float32, VECTOR_OF_ROWS)
         acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
@@ -467,18 +464,12 @@ class Consumer:
         return acc * factor[:, None], lse, num_clears
 
 
-BOX_LAYOUTS = {
-    size: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=2)
-    for size in (1, 2)
-}
-"""For elements of so many bytes."""
+BOX_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 2)}
+"""Layouts of elements of so many bytes."""
 
 
 def describe(cache: torch.Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
-    """Return a cache as rows of a head, copied in boxes of a page and 128 bytes of a row.
-
-    A copy swizzles no more. Codes are copied as uint8.
-    """
-    size = cache.element_size()
+    """Return a cache as rows of a head, codes as uint8, in boxes of a page and 128 bytes."""
+    size = cache.element_size()  # no copy swizzles more than 128 bytes
     rows = (cache.view(torch.uint8) if size == 1 else cache).view(-1, head_dim)
     return TensorDescriptor.from_tensor(rows, [block_size, 128 // size], BOX_LAYOUTS[size])
