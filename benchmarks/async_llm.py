@@ -82,7 +82,7 @@ async def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, A
     with LLM(model, **options) as llm:
         print(llm.describe())
         async with AsyncLLM(model, **options) as async_llm:
-            vocab_size = llm._engine.runner.model_config.vocab_size
+            vocab_size = llm.engine.runner.model_config.vocab_size
             for batch in batches:
                 samples: dict[str, list[tuple[float, float]]] = {"LLM": [], "AsyncLLM": []}
                 for run in range(arguments.repeats + 1):

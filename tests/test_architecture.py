@@ -558,27 +558,12 @@ RULES: list[Rule] = [
     no_long_class,
     no_long_signature,
 ]
-NOT_YET = {
-    (no_private_name_across_files, "engine.async_llm"),
-    (no_long_class, "engine.core"),
-    (no_long_class, "engine.llm"),
-    (no_long_class, "engine.scheduler"),
-    (no_long_signature, "engine.scheduler"),
-}
-"""Files that break a rule so far. A file that keeps its rule again must be taken from here."""
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule_holds(rule: Rule):
-    files = [file for file in FILES if (rule, file.name) not in NOT_YET]
-    violations = [f"{file.path}:{found}" for file in files for found in rule(file)]
+    violations = [f"{file.path}:{found}" for file in FILES for found in rule(file)]
     assert not violations, "\n".join([rule.__doc__ or "", *violations])
-
-
-@pytest.mark.parametrize(("rule", "name"), sorted(NOT_YET, key=str))
-def test_file_still_breaks_its_rule(rule: Rule, name: str):
-    breaks = name in BY_NAME and [*rule(BY_NAME[name])]
-    assert breaks, "take it from NOT_YET"
 
 
 def test_files_were_found():

@@ -366,4 +366,4 @@ def test_a_grammar_is_given_by_one_name(grammars):
 def test_the_engines_core_takes_compiled_grammars_only(llm):
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(RequestError, match="structured_outputs: expected None, because only LLM"):
-        llm._engine.add_request("a", [1, 2], params)
+        llm.engine.add_request("a", [1, 2], params)

@@ -16,7 +16,7 @@ from typing import Any
 from mrv1.cli.console import STANDARD, counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
-from mrv1.engine.llm import MULTIMODAL_KEYS, PROMPT_KEYS
+from mrv1.engine.prompts import MULTIMODAL_KEYS, PROMPT_KEYS
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.integrations.llguidance import StructuredOutputsParams
 from mrv1.sampler import SamplingParams

@@ -17,10 +17,11 @@ from typing import Any, ParamSpec, Self, TypeVar, Unpack
 from uuid import uuid4
 
 from mrv1.engine.chat import ChatOptions, Message
-from mrv1.engine.core import Metrics
-from mrv1.engine.intake import own_params, own_prompt
-from mrv1.engine.llm import LLM, LLMOptions, Prompt
+from mrv1.engine.llm import LLM
+from mrv1.engine.llm_options import LLMOptions
 from mrv1.engine.outputs import RequestOutput
+from mrv1.engine.prompts import Prompt, Submission
+from mrv1.engine.reports import Metrics
 from mrv1.engine.request_group import RequestGroup
 from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
 from mrv1.models import NamedTensors
@@ -139,34 +140,21 @@ class AsyncLLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return self._generate(
-            own_prompt(prompt), own_params(sampling_params), request_id, priority, fairness_id
-        )
+        given = Submission.copied(prompt, sampling_params, priority, fairness_id)
+        return self._generate(given, request_id)
 
     async def _generate(
-        self,
-        prompt: Prompt,
-        params: object,
-        request_id: str | None,
-        priority: int,
-        fairness_id: str,
+        self, given: Submission, request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the output of a prompt and parameters of its own; for ``generate``."""
+        """Yield the output of a submission; for ``generate``."""
+        params = given.params
         stream = self._engine.open(
             uuid4().hex if request_id is None else request_id,
             params.n if isinstance(params, SamplingParams) else 1,
         )
         is_finished = False
         try:
-            make = partial(
-                self._llm._make_group,
-                prompt,
-                params,
-                stream.req_id,
-                priority,
-                fairness_id,
-                is_awaited=True,
-            )
+            make = partial(self._llm.shared.make_group, given, stream.req_id, is_awaited=True)
             self._inputs.submit(self._engine.queue, stream, make)
             while not is_finished:
                 output = await stream.take()
@@ -446,7 +434,7 @@ class _EngineThread:
 
     def _add(self, stream: _Stream, group: RequestGroup) -> None:
         if not stream.is_discarded:  # while it was made
-            self._llm._queue(group)
+            self._llm.shared.queue(group)
             stream.req_id = group.req_id  # the caller's may be of a class with a hash of its own
             self._streams[stream.req_id] = stream
 
@@ -459,7 +447,7 @@ class _EngineThread:
         stream.is_discarded = True
         if self._streams.get(stream.req_id) is stream:
             del self._streams[stream.req_id]
-            self._llm._give_up({stream.req_id: 0})
+            self._llm.shared.give_up({stream.req_id: 0})
 
     # --- the thread ---------------------------------------------------------------------------
 
@@ -490,10 +478,10 @@ class _EngineThread:
 
     def _step(self) -> None:
         """Run a step, and hand over the outputs that have ended and some of the others."""
-        self._llm._step_alone()
+        self._llm.shared.step_alone()
         now = time.perf_counter()
         self._deadline, self._step_end = now + OUTPUT_SHARE * (now - self._step_end), now
-        outputs = self._llm._take_changed(self._takes)
+        outputs = self._llm.shared.take_changed(self._takes)
         self._hand_over([(self._streams[each.request_id], each) for each in outputs])
 
     def _takes(self, group: RequestGroup) -> bool:
@@ -504,14 +492,14 @@ class _EngineThread:
 
     def _hand_over(self, items: Iterable[tuple[_Stream, RequestOutput | BaseException]]) -> None:
         """Give outputs and errors to their tasks: one call for each event loop."""
-        of_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Any]]] = {}
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Any]]] = {}
         for stream, item in items:
             stream.has_room = False
-            of_loop.setdefault(stream.loop, []).append((stream, item))
+            by_loop.setdefault(stream.loop, []).append((stream, item))
             if isinstance(item, RequestOutput) and item.finished:
                 del self._streams[stream.req_id]
                 self._give_place_back(stream)
-        for loop, own in of_loop.items():
+        for loop, own in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, own)
             except RuntimeError:  # the loop is closed: its tasks will read nothing more

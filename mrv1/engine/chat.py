@@ -116,13 +116,9 @@ class ChatTemplate:
         """
         visuals = Visuals([], [])
         checked = checked_messages(messages, visuals)
-        prompt = self.tokenizer.chat_prompt(
-            self._forms_of(checked).of(checked),
-            tools=self._tools,
-            chat_template=self.chat_template,
-            add_generation_prompt=self.add_generation_prompt,
+        prompt = self._written(
+            self._forms_for(checked).apply(checked),
             continue_final_message=self.continue_final_message,
-            variables=self._variables,
             sanitize_control_tokens=self.sanitize_control_tokens,
         )
         if any(visuals):
@@ -130,7 +126,7 @@ class ChatTemplate:
             prompt.token_ids, prompt.items = encoded["prompt_token_ids"], encoded["multimodal"]
         return prompt
 
-    def _forms_of(self, messages: Sequence[ChatMessage]) -> Forms:
+    def _forms_for(self, messages: Sequence[ChatMessage]) -> Forms:
         """Return the forms in which the template prints a conversation."""
         probe = Probe(messages)
         key = repr(probe.messages)
@@ -138,22 +134,28 @@ class ChatTemplate:
         if forms is None:
             if len(self._forms) == MAX_FORMS:
                 self._forms.clear()
-            forms = probe.forms(self._render)
+            forms = probe.forms(self._written)
             if forms is None:
                 with_texts = Probe(messages, keep_texts=True)
-                forms = with_texts.forms(self._render) or with_texts.refused
+                forms = with_texts.forms(self._written) or with_texts.refused
             self._forms[key] = forms
         return forms
 
-    def _render(self, messages: Sequence[ChatMessage]) -> str:
+    def _written(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        continue_final_message: bool | str = False,
+        sanitize_control_tokens: bool = False,
+    ) -> ChatPrompt:
         return self.tokenizer.chat_prompt(
             messages,
             tools=self._tools,
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=False,
+            continue_final_message=continue_final_message,
             variables=self._variables,
-            sanitize_control_tokens=False,
+            sanitize_control_tokens=sanitize_control_tokens,
         )
 
 

@@ -36,7 +36,7 @@ class Forms:
     contents: Mapping[str, Literal["text", "parts"]] = field(default_factory=dict)
     """Role -> form of its contents. A content with images stays a list of parts."""
 
-    def of(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    def apply(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return messages in these forms."""
         return [self._message(message) for message in messages]
 
@@ -130,7 +130,7 @@ class Probe:
         from jinja2 import TemplateError  # transformers imports it as late
 
         try:
-            text = render(forms.of(self.messages))
+            text = render(forms.apply(self.messages))
         except RequestError as error:
             if self.refused == Forms() and type(error.__cause__) is TemplateError:
                 self.refused = forms  # by raise_exception; other errors are of derived types

@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import operator
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from numbers import Integral
-from typing import ParamSpec, SupportsInt, TypedDict, TypeGuard
+from typing import ParamSpec, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
-from mrv1.engine.graph_padding import Padding, mixed_prefill_tokens
 from mrv1.engine.guards import recovers
 from mrv1.engine.intake import own_params, own_value
-from mrv1.engine.prefix_cache import key_spans
+from mrv1.engine.reports import LoopCounters, Metrics, engine_metrics, kv_usage
 from mrv1.engine.request import Request, Status
-from mrv1.engine.request_limits import check_logprob_memory, check_order, check_params
+from mrv1.engine.request_limits import check_logprob_memory
+from mrv1.engine.request_maker import RequestMaker, RequestOptions, derive_seed
 from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.scheduler_config import SchedulerConfig
 from mrv1.engine.speculation import Speculation
 from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
-from mrv1.multimodal import (
-    MultimodalItem,
-    as_items,
-    check_placeholders,
-    in_order,
-    visible_ranges,
-    whole_spans,
-)
-from mrv1.multimodal.mrope import mrope_positions
-from mrv1.multimodal.reading import reading
 from mrv1.runner import (
     AsyncOutput,
     KVListener,
@@ -45,81 +33,10 @@ from mrv1.runner import (
     RequestId,
     StepPlan,
 )
-from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsProcessor, SamplingParams
-from mrv1.sampler.bad_words import banned_token_sequences
-from mrv1.sampler.params import short
 from mrv1.sampler.processors import checked_processors
 
 P = ParamSpec("P")
-
-
-class Metrics(TypedDict):
-    """Counters since the engine was created."""
-
-    num_steps: int
-    num_prompt_tokens: int
-    """Tokens of all prompts that were added; a prompt counts once, whatever its ``n``."""
-    num_generated_tokens: int
-    num_finished_requests: int
-    num_running_requests: int
-    num_waiting_requests: int
-    num_preemptions: int
-    num_free_blocks: int
-    """Blocks of every head group that could be allocated now."""
-    num_kv_blocks: int
-    """Blocks of the first head group: the full heads, if there are any."""
-    num_prefix_queries: int
-    """Tokens of admitted requests, looked up in the prefix cache."""
-    prefix_hit_tokens: int
-    """Tokens of ``num_prefix_queries`` that the prefix cache had."""
-    num_prefix_waits: int
-    """Requests that waited for a running one to compute a prefix that both have."""
-    wasted_tokens: int
-    """Tokens of stale rows: their request had ended or was preempted when the result came."""
-    staging_waits: int
-    """How often the host waited for a pinned buffer before it could launch."""
-    num_compilations: int
-    """Kernels that Triton compiled or loaded after start-up: each of them stalls a step."""
-    num_graph_steps: int
-    """Steps that ran as CUDA graphs, sampling included."""
-    num_nan_rows: int
-    """Requests that failed because of NaN in their logits."""
-    num_drafts: int
-    """Times that a step verified drafts of a request."""
-    num_draft_tokens: int
-    """Drafts that steps verified."""
-    num_accepted_tokens: int
-    """Drafts among them that were accepted."""
-    grammar_waits: int
-    """Steps whose sampling waited for the tokens that a grammar's mask depends on."""
-    host_seconds: float
-    """Time the host spent on planning, launching and updating, without waits for results."""
-    wait_seconds: float
-    """Time the host waited for results."""
-    gpu_seconds: float
-    """Time the GPU spent in steps, with gaps shorter than a launch; 0 on a CPU."""
-
-
-def derive_seed(engine_seed: int, admission: int) -> int:
-    """Return the 64-bit seed of the ``admission``-th request, which brought no seed of its own."""
-    digest = hashlib.blake2b(f"{engine_seed}/{admission}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def _is_int(token: object) -> TypeGuard[SupportsInt]:
-    """Whether a token is an integer of any class, such as numpy's or an enumeration of them."""
-    return isinstance(token, Integral) and not isinstance(token, bool)
-
-
-def _as_array(token_ids: tuple[object, ...]) -> npt.NDArray[np.int64] | None:
-    """Return token ids as an array; None if one is not an ``int``, or of more than 64 bits."""
-    if {*map(type, token_ids)} != {int}:  # bool is not int
-        return None
-    try:
-        return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-    except OverflowError:
-        return None
 
 
 class EngineCore:
@@ -169,25 +86,14 @@ class EngineCore:
             if token < model_config.vocab_size  # a tokenizer may name one that it adds
         )
         """The model's end-of-sequence tokens."""
-        self.scheduler = Scheduler(
-            num_blocks=self.runner.kv_cache.num_blocks,
-            keeps=[group.keeps for group in self.runner.head_groups.groups],
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+        scheduler_config = SchedulerConfig.for_runner(
+            config,
+            self.runner,
             eos_token_ids=self.eos_token_ids,
-            max_steps_in_flight=config.steps_in_flight,
-            enable_prefix_caching=config.caches_prefixes,
             custom_masks=("logits_processors",) if logits_processors else (),
-            num_feature_rows=self.runner.num_feature_rows,
-            scheduling_policy=config.scheduling_policy,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-            max_mixed_prefill_tokens=mixed_prefill_tokens(config, self.runner),
-            padding=Padding.of(self.runner),
-            speculation=self._speculation,
-            # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
-            drafts_beside_logprobs=not self.runner.captures_graphs,
         )
+        self.scheduler = Scheduler(scheduler_config, self._speculation)
+        self.maker = RequestMaker(config, self.runner)
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []
         """Requests for ``step`` to return; if an exception ends it, the next call returns them."""
@@ -195,11 +101,7 @@ class EngineCore:
         self._lost: StepError | None = None
         """The error that lost the device: the driver refuses every call after it."""
         self._num_added = 0
-        self._num_steps = 0
-        self._num_grammar_waits = 0
-        self._num_prompt_tokens = 0
-        self._host_seconds = 0.0
-        self._wait_seconds = 0.0
+        self._counters = LoopCounters()
 
     @property
     def max_model_len(self) -> int:
@@ -211,12 +113,7 @@ class EngineCore:
         req_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        *,
-        encode: Callable[[str], Sequence[int]] | None = None,
-        multimodal: Sequence[MultimodalItem] | None = None,
-        attn_mask_offsets: object = None,
-        priority: int = 0,
-        fairness_id: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
@@ -227,103 +124,22 @@ class EngineCore:
             req_id: name of the request.
             prompt_token_ids: at least one token.
             params: sampling parameters.
-            encode: returns the tokens of an entry of ``params.bad_words``, without special tokens.
-            multimodal: items whose features replace the embeddings of prompt tokens, in any
-                order; None or [] = plain text. Features are copied where they are; on a GPU,
-                those on the CPU move to pinned memory, and features on the GPU without a
-                ``cache_key`` are read, which waits for the GPU.
-            attn_mask_offsets: ``[prompt tokens, 2]`` integers: the range ``[lo, hi)`` of positions
-                that each prompt token sees; tokens that see later ones are computed in one step
-                with them. None = each token sees all positions up to its own.
-            priority: with ``scheduling_policy="priority"``, requests with a lower value first.
-            fairness_id: under that policy, the key of the caller with which requests take turns.
+            **options: see ``RequestOptions``.
 
         Raises:
-            RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
-                over a limit, an item does not fit the model or the prompt, the ranges are wrong or
-                not supported, the id is in use, or the request can never fit; nothing is queued.
+            RequestError: as ``RequestMaker.make``; or the id is in use, or the request can never
+                fit; nothing is queued.
             StepError: a kernel failed in an earlier step: this process can no longer use the GPU.
             RuntimeError: the engine sleeps or lacks weights.
         """
-        request = self.make_request(
-            req_id,
-            prompt_token_ids,
-            own_params(params),
-            encode=encode,
-            multimodal=own_value("multimodal", multimodal),
-            attn_mask_offsets=attn_mask_offsets,
-            priority=priority,
-            fairness_id=fairness_id,
-        )
+        if "multimodal" in options:
+            options["multimodal"] = own_value("multimodal", options["multimodal"])
+        request = self.maker.make(req_id, prompt_token_ids, own_params(params), **options)
         self.queue(request)
         return request
 
-    def make_request(
-        self,
-        req_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        encode: Callable[[str], Sequence[int]] | None = None,
-        multimodal: Sequence[MultimodalItem] | None = None,
-        attn_mask_offsets: object = None,
-        priority: int = 0,
-        fairness_id: str = "",
-    ) -> Request:
-        """Return a request for ``queue``; changes nothing, so that any thread may call it.
-
-        For arguments see ``add_request``. They become the request's own: the caller must not
-        change them afterwards (``own_params``, ``own_prompt``).
-
-        Raises:
-            RequestError: the id, the prompt, a parameter, an item or a range is wrong.
-        """
-        name = own_value("request_id", req_id)
-        if not isinstance(name, str) or not name:
-            raise RequestError(
-                f"request_id: expected a string that is not empty, got {short(name)}"
-            )
-        given: object = params
-        if not isinstance(given, SamplingParams):
-            raise RequestError(f"params: expected SamplingParams, got {type(given).__name__}")
-        prompt, prompt_array = self._checked_prompt(prompt_token_ids)
-        check_order(priority, fairness_id, self.config)
-        check_params(params, self.config, self.runner.model_config.vocab_size)
-        banned = self._banned_token_sequences(params, encode)
-        items = () if multimodal is None else self._prepared(multimodal, prompt)
-        longest = self._longest(items, len(prompt))
-        if len(prompt) + params.min_tokens > longest:
-            raise RequestError(
-                f"min_tokens: expected at most {longest - len(prompt)} after a prompt of "
-                f"{len(prompt)} tokens (max_model_len), got {short(params.min_tokens)}"
-            )
-        ranges = None
-        if items or attn_mask_offsets is not None:
-            ranges = visible_ranges(items, attn_mask_offsets, len(prompt))
-        if ranges is not None:
-            self._check_takes_ranges()
-        request = Request(
-            req_id=name,
-            prompt_token_ids=prompt,
-            prompt_array=prompt_array,
-            multimodal=items,
-            attn_mask_offsets=ranges,
-            unsplittable=() if ranges is None else whole_spans(ranges),
-            key_spans=key_spans(items, ranges, prompt),
-            params=params,
-            seed=0 if params.seed is None else params.seed,  # ``queue`` derives one for None
-            max_total_tokens=longest
-            if params.max_tokens is None
-            else min(longest, len(prompt) + params.max_tokens),
-            banned_token_sequences=banned,
-            priority=int(priority),
-            fairness_id=str.__str__(fairness_id),
-        )
-        request.add_followers()
-        return request
-
     def queue(self, request: Request) -> None:
-        """Queue a request of ``make_request`` and its followers.
+        """Queue a request of ``maker.make`` and its followers.
 
         Raises:
             RequestError, StepError, RuntimeError: as ``add_request``; nothing is queued.
@@ -353,109 +169,7 @@ class EngineCore:
     def _queue(self, request: Request) -> None:
         self.scheduler.add(request)
         self._num_added += 1
-        self._num_prompt_tokens += len(request.prompt_token_ids)
-
-    def _checked_prompt(self, prompt_token_ids: object) -> tuple[tuple[int, ...], Int32Array]:
-        """Return the tokens, and the same tokens as an array."""
-        if not isinstance(prompt_token_ids, Iterable):
-            raise RequestError(f"prompt_token_ids: expected a list, got {short(prompt_token_ids)}")
-        with reading("prompt_token_ids", "a list of integers"):
-            prompt = tuple(prompt_token_ids)
-        if not prompt:
-            raise RequestError("prompt: expected at least one token, got none")
-        array = _as_array(prompt)
-        if array is None:
-            with reading("prompt_token_ids", "a list of integers"):
-                prompt = tuple([int(t) if _is_int(t) else t for t in prompt])
-            array = _as_array(prompt)
-        vocab_size = self.runner.model_config.vocab_size
-        if array is None or array.min() < 0 or array.max() >= vocab_size:
-            index, token = next(
-                (index, token)
-                for index, token in enumerate(prompt)
-                if type(token) is not int or not 0 <= token < vocab_size
-            )
-            raise RequestError(
-                f"prompt_token_ids: expected integers in [0, {vocab_size}), got "
-                f"{short(token)} at index {index}"
-            )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"prompt: expected fewer than {self.max_model_len} tokens (max_model_len, with "
-                f"one left to generate), got {len(prompt)}"
-            )
-        return prompt, array.astype(np.int32)
-
-    def _prepared(
-        self, multimodal: Sequence[MultimodalItem], prompt: tuple[int, ...]
-    ) -> tuple[MultimodalItem, ...]:
-        """Return the items in the order of the prompt, ready to be staged."""
-        items = in_order(as_items(multimodal), len(prompt))
-        if items and not self.runner.num_feature_rows:
-            raise RequestError(
-                f"multimodal: expected no items, because mm_cache_memory_bytes has room for none, "
-                f"got {len(items)}"
-            )
-        vision = self.runner.model_config.vision
-        if items and vision is not None:
-            ids = {"image": vision.image_token_id, "video": vision.video_token_id}
-            check_placeholders(items, prompt, ids)
-        return tuple([self.runner.prepared(item) for item in items])
-
-    def _check_takes_ranges(self) -> None:
-        """Raise unless tokens may see other keys than all up to their own."""
-        for option, value in (
-            ("attention_backend", "flashinfer"),
-            ("deterministic", True),
-        ):
-            if getattr(self.config, option) == value:
-                raise RequestError(
-                    "bidirectional or attn_mask_offsets: expected neither with "
-                    f"{option}={value!r}, whose kernels are causal, got one"
-                )
-
-    def _longest(self, items: tuple[MultimodalItem, ...], num_prompt_tokens: int) -> int:
-        """Return the most tokens that a request may have, prompt and output.
-
-        M-RoPE's positions must be less than the model's context, as other models' are. Those of
-        an output after a slow video may be more than its number of tokens.
-
-        Raises:
-            RequestError: an item has no position, or there are too many items or positions.
-        """
-        model = self.runner.model_config
-        if not items or model.vision is None:
-            return self.max_model_len
-        if len(items) > self.config.max_mm_items:
-            raise RequestError(
-                f"multimodal: expected at most {self.config.max_mm_items} items (max_mm_items), "
-                f"got {len(items)}; raise max_mm_items"
-            )
-        positions = mrope_positions(items, num_prompt_tokens, model.vision)
-        longest = model.max_model_len - positions.delta
-        if longest <= num_prompt_tokens:
-            raise RequestError(
-                f"multimodal: expected positions below {model.max_model_len - 1}, with one left "
-                f"to generate, got {positions.num_positions - 1}; give fewer seconds of video"
-            )
-        return min(self.max_model_len, longest)
-
-    def _banned_token_sequences(
-        self, params: SamplingParams, encode: Callable[[str], Sequence[int]] | None
-    ) -> tuple[tuple[int, ...], ...]:
-        if not params.bans_words:
-            return ()
-        banned = banned_token_sequences(
-            params,
-            encode,
-            max_words=self.config.max_bad_words_num,
-            max_len=self.config.bad_words_max_len,
-        )
-        vocab_size = self.runner.model_config.vocab_size
-        outside = [list(sequence) for sequence in banned if max(sequence) >= vocab_size]
-        if outside:
-            raise RequestError(f"bad_words: expected ids in [0, {vocab_size}), got {outside}")
-        return banned
+        self._counters.num_prompt_tokens += len(request.prompt_token_ids)
 
     @recovers
     def step(self) -> list[Request]:
@@ -468,7 +182,7 @@ class EngineCore:
             The requests that got a token or ended.
         """
         start = time.perf_counter()
-        waited = self._wait_seconds
+        waited = self._counters.wait_seconds
         try:
             awaits_masks = self._launch()
             if self._in_flight and not awaits_masks:
@@ -476,7 +190,7 @@ class EngineCore:
             self._drain()
         finally:
             elapsed = time.perf_counter() - start
-            self._host_seconds += elapsed - (self._wait_seconds - waited)
+            self._counters.host_seconds += elapsed - (self._counters.wait_seconds - waited)
         changed, self._changed = self._changed, []
         return changed
 
@@ -611,7 +325,7 @@ class EngineCore:
                 self.scheduler.fail(request, failure)
                 self._changed.append(request)
         if self._lost is None:
-            self._num_grammar_waits += 1
+            self._counters.grammar_waits += 1
             bitmask = np.stack([*masks.values()]) if masks else None
             try:
                 self._in_flight.append((plan, self.runner.sample(bitmask, [*masks])))
@@ -623,9 +337,9 @@ class EngineCore:
         plan, output = self._in_flight[0]
         start = time.perf_counter()
         outcome = output if isinstance(output, StepError) else output.take()
-        self._wait_seconds += time.perf_counter() - start
+        self._counters.wait_seconds += time.perf_counter() - start
         self._in_flight.popleft()
-        self._num_steps += 1
+        self._counters.num_steps += 1
         if not isinstance(outcome, StepError):
             self._changed += self.scheduler.update(outcome)
             return
@@ -641,7 +355,9 @@ class EngineCore:
     def _recover(self, error: BaseException) -> None:
         """End every running request and start over; the next ``step`` returns these requests."""
         if not isinstance(error, StepError):
-            step_id = self._in_flight[0][0].step_id if self._in_flight else self._num_steps
+            step_id = (
+                self._in_flight[0][0].step_id if self._in_flight else self._counters.num_steps
+            )
             error = StepError(repr(error), step_id=step_id)
         self._in_flight.clear()
         self._changed += self.scheduler.abandon(error)
@@ -650,52 +366,8 @@ class EngineCore:
 
     def kv_report(self) -> KVUsage:
         """Return the KV cache's sizes in bytes, and how much of it is in use."""
-        report, pools = self.runner.kv_report(), self.scheduler.pools
-        block_bytes = [group["block_bytes"] for group in report["groups"]]
-
-        def nbytes(counts: Iterable[int]) -> int:
-            return sum(map(operator.mul, counts, block_bytes))
-
-        held = [pool.num_held for pool in pools]
-        features = self.scheduler.features
-        row_bytes = report["feature_bytes"] // max(features.num_rows, 1)
-        return KVUsage(
-            **report,
-            held_blocks=held,
-            held_bytes=nbytes(held),
-            peak_held_bytes=nbytes(pool.peak_held for pool in pools),
-            held_feature_bytes=features.num_held * row_bytes,
-            cached_feature_bytes=features.num_cached * row_bytes,
-            free_share=nbytes(pool.num_free for pool in pools)
-            / nbytes(pool.num_blocks for pool in pools),
-        )
+        return kv_usage(self.runner, self.scheduler)
 
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""
-        scheduler, runner, speculation = self.scheduler, self.runner, self._speculation
-        return Metrics(
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generated_tokens=scheduler.num_generated_tokens,
-            num_finished_requests=scheduler.num_finished,
-            num_running_requests=len(scheduler.running),
-            num_waiting_requests=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
-            num_free_blocks=scheduler.pools.num_free,
-            num_kv_blocks=scheduler.pools[0].num_blocks,
-            num_prefix_queries=scheduler.num_prefix_queries,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            num_prefix_waits=scheduler.num_prefix_waits,
-            wasted_tokens=scheduler.wasted_tokens,
-            staging_waits=runner.num_staging_waits,
-            num_compilations=runner.num_compilations,
-            num_graph_steps=runner.num_graph_steps,
-            num_nan_rows=scheduler.num_nan_rows,
-            num_drafts=0 if speculation is None else speculation.num_drafts,
-            num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
-            num_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
-            grammar_waits=self._num_grammar_waits,
-            host_seconds=self._host_seconds,
-            wait_seconds=self._wait_seconds,
-            gpu_seconds=runner.gpu_seconds,
-        )
+        return engine_metrics(self._counters, self.scheduler, self.runner, self._speculation)

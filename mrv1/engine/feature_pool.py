@@ -8,7 +8,7 @@ from operator import attrgetter
 
 from mrv1.engine.request import Request
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner.step import StagedFeatures
+from mrv1.runner.step import Int64Array, StagedFeatures
 
 
 @dataclass(slots=True)
@@ -49,6 +49,21 @@ class FeaturePool:
         """Entries without users, least recently used first."""
         self._items: dict[Request, list[MultimodalItem]] = {}
         """The items that each running request holds, in order."""
+        self._users: dict[Request, None] = {}
+        """Running requests that have yet to compute tokens of items, by their first chunk."""
+        self._staged: list[StagedFeatures] = []
+        """Items to be staged before the step that is being planned."""
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Begin to plan a step."""
+        self._lacks_rows = False
+        """Whether an item of a request got no rows in the step: later arrivals then wait."""
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a running request has yet to compute tokens of items."""
+        return bool(self._users)
 
     @property
     def num_free(self) -> int:
@@ -127,6 +142,48 @@ class FeaturePool:
         entry = self._cached.pop(staged.item.content_hash, None)
         if entry is not None:
             self._give_back(entry.rows)
+
+    # --- chunks of the step that is being planned -----------------------------------------
+
+    def fit(self, request: Request, start: int, count: int) -> int:
+        """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
+        count = request.uncut(start, count)
+        if not request.multimodal:
+            return count
+        end = self.reach(request, start, start + count, takes=not self._lacks_rows)
+        if end < start + count:
+            self._lacks_rows = True
+            count = max(request.uncut(start, end - start), 0)
+        return count
+
+    def stage(self, request: Request, start: int, end: int) -> None:
+        """Let a request hold the items of its chunk ``[start, end)`` in the step."""
+        if request.multimodal and start < end:
+            self._staged += self.hold(request, start, end)
+            self._users[request] = None
+
+    def launch(self, num_computed: Int64Array) -> tuple[StagedFeatures, ...]:
+        """Return the items to be staged before the step, which is launched.
+
+        Items are released whose tokens are all computed when it is over: ``num_computed`` by slot.
+        """
+        if not self._users:
+            return ()
+        staged, self._staged = tuple(self._staged), []
+        for request in tuple(self._users):
+            end = int(num_computed[request.slot])
+            self.release(request, end)
+            if end >= request.multimodal[-1].end:
+                del self._users[request]
+        return staged
+
+    def leave(self, request: Request) -> None:
+        """Release all items of a request that loses its slot."""
+        if request.multimodal:
+            self.release(request, len(request.prompt_token_ids))
+            self._users.pop(request, None)
+
+    # --- inside ---------------------------------------------------------------------------
 
     def _take(self, count: int) -> tuple[range, ...]:
         """Return ``count`` rows, taken from the least recently used entries if need be."""

@@ -45,7 +45,7 @@ class Padding:
     """Least padding, in tokens, that costs more time than a further step."""
 
     @classmethod
-    def of(cls, runner: ModelRunner) -> Self | None:
+    def for_runner(cls, runner: ModelRunner) -> Self | None:
         """Return the padding of a runner's steps; None where no graph runs steps with prompts."""
         sizes = runner.prompt_graph_sizes
         if not sizes:
@@ -84,35 +84,3 @@ def mixed_prefill_tokens(config: EngineConfig, runner: ModelRunner) -> int | Non
         return None
     most = max(LEAST_MIXED_TOKENS, int(MIXED_FLOPS / token_flops(runner)))
     return max([size for size in sizes if size <= most])
-
-
-class TokenRoom:
-    """The prompt tokens that a step with decodes may still have.
-
-    Args:
-        num_tokens: most tokens of all chunks together.
-    """
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_left = num_tokens
-        """Below 0 if the first chunk had to have more."""
-        self._has_chunk = False
-
-    @property
-    def is_full(self) -> bool:
-        """Whether not even a chunk of one token fits."""
-        return self._has_chunk and self.num_left <= 0
-
-    def fit(self, count: int, least: int) -> int:
-        """Return how many of ``count`` tokens the next chunk may have.
-
-        The first chunk of the step has at least ``least`` tokens, so that the oldest prompt always
-        makes progress.
-        """
-        fitting = min(count, max(self.num_left, 0))
-        return fitting if self._has_chunk else max(fitting, min(least, count))
-
-    def take(self, count: int) -> None:
-        """Add a chunk to the step."""
-        self.num_left -= count
-        self._has_chunk = True

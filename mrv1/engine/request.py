@@ -246,8 +246,8 @@ class Request:
         named = tuple(dict.fromkeys(self.params.stop_token_ids))
         self.late_token_ids = tuple(dict.fromkeys((*named, *eos_token_ids)))
         self.stop_token_ids = named if self.params.ignore_eos else self.late_token_ids
-        last_of_sequences = [sequence[-1] for sequence in self.params.stop_token_sequences]
-        self.ending_token_ids = (*self.stop_token_ids, *last_of_sequences)
+        sequence_ends = [sequence[-1] for sequence in self.params.stop_token_sequences]
+        self.ending_token_ids = (*self.stop_token_ids, *sequence_ends)
 
     def end(self, reason: FinishReason) -> None:
         """Record why the request has ended; ``status`` is set last, after all other fields."""

@@ -138,13 +138,13 @@ def check_logprob_memory(
         RequestError: there is too little memory; the message has the figures.
     """
     family = (request, *request.followers)
-    of_outputs, of_prompt, in_step = _logprob_bytes(family, config, vocab_size)
-    needed = of_outputs + of_prompt + in_step
+    for_outputs, for_prompts, in_step = _logprob_bytes(family, config, vocab_size)
+    needed = for_outputs + for_prompts + in_step
     if needed == 0:
         return
     available = max(host_memory_bytes() - sum(_logprob_bytes(others, config, vocab_size)), 0)
     if needed > available:
-        name = "logprobs" if of_outputs >= of_prompt else "prompt_logprobs"
+        name = "logprobs" if for_outputs >= for_prompts else "prompt_logprobs"
         raise RequestError(
             f"{name}: expected at most {available / 2**30:.1f} GiB of log-probabilities, the "
             f"host memory that is left, got up to {needed / 2**30:.1f} GiB, of which "
@@ -156,19 +156,19 @@ def _logprob_bytes(
     requests: Iterable[Request], config: EngineConfig, vocab_size: int
 ) -> tuple[int, int, int]:
     """Return the bytes that log-probabilities need: of outputs, of prompts, and in a step."""
-    of_outputs = of_prompts = in_step = 0
+    for_outputs = for_prompts = in_step = 0
     for request in requests:
         params, num_prompt = request.params, len(request.prompt_token_ids)
         per_output = num_likeliest(params.logprobs, vocab_size) + len(params.logprob_token_ids)
         per_token = num_likeliest(params.prompt_logprobs, vocab_size)
         if per_output > FEW_LOGPROBS:
-            of_outputs += (request.max_total_tokens - num_prompt) * per_output * LOGPROB_BYTES
+            for_outputs += (request.max_total_tokens - num_prompt) * per_output * LOGPROB_BYTES
             in_step += per_output * STEP_LOGPROB_BYTES
         if per_token > FEW_LOGPROBS:
-            of_prompts += (num_prompt - 1) * per_token * LOGPROB_BYTES
+            for_prompts += (num_prompt - 1) * per_token * LOGPROB_BYTES
             num_tokens = min(num_prompt - 1, config.max_num_batched_tokens)
             in_step += num_tokens * per_token * STEP_LOGPROB_BYTES
-    return of_outputs, of_prompts, in_step
+    return for_outputs, for_prompts, in_step
 
 
 def check_fits(

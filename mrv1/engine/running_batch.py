@@ -46,7 +46,7 @@ class ScheduledRows:
     """Whether any of the requests has a grammar."""
 
     @classmethod
-    def of(cls, requests: Iterable[Request], version: int) -> ScheduledRows:
+    def from_requests(cls, requests: Iterable[Request], version: int) -> ScheduledRows:
         """Return the rows of running requests."""
         requests = tuple(requests)
         index = np.array([request.slot for request in requests], dtype=np.int64)
@@ -129,6 +129,25 @@ class LaunchedStep:
         return max(end - self.start(row), 0)
 
 
+@dataclass(slots=True, eq=False)
+class NextStep:
+    """The step that is being planned."""
+
+    rows: ScheduledRows
+    ends: Int64Array
+    """[rows] tokens that are computed after the step, drafts included. Until the step is launched
+    some rows may have no tokens: their ends are the tokens that are computed already."""
+    continued: LaunchedStep | None
+    """For a steady step, the step before it; else None."""
+    new_blocks: NewBlocks
+    entering: Sequence[Request] = ()
+    """Requests that get a slot."""
+    is_starved: bool = False
+    """Whether running requests lack blocks: nobody else gets any."""
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Drafts of each row; () = no row has any."""
+
+
 class RunningBatch:
     """The running requests, their slots and blocks; decides nothing about scheduling.
 
@@ -149,13 +168,13 @@ class RunningBatch:
         self._pools = pools
         self._slots = slots
         self._prefix_cache = prefix_cache
-        self._rows = ScheduledRows.of((), self.version)
+        self._rows = ScheduledRows.from_requests((), self.version)
 
     @property
     def rows(self) -> ScheduledRows:
         """All running requests, as rows."""
         if self._rows.version != self.version:
-            self._rows = ScheduledRows.of(self.requests.values(), self.version)
+            self._rows = ScheduledRows.from_requests(self.requests.values(), self.version)
         return self._rows
 
     @property
@@ -305,24 +324,18 @@ class RunningBatch:
 
     # --- steps --------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        step_id: int,
-        rows: ScheduledRows,
-        ends: Int64Array,
-        continued: LaunchedStep | None,
-        draft_token_ids: tuple[tuple[int, ...], ...] = (),
-    ) -> LaunchedStep:
-        """Record a launched step: count the tokens that it computes and samples.
+    def drop_idle_rows(self, step: NextStep) -> None:
+        """Drop the rows of a step that have no tokens."""
+        has_tokens = step.ends > self._slots.num_computed[step.rows.index]
+        if not has_tokens.all():
+            step.rows = ScheduledRows.from_requests(step.rows.where(has_tokens), self.version)
+            step.ends = step.ends[has_tokens]
 
-        Args:
-            step_id: number of the step.
-            rows: rows of the requests that have tokens in the step.
-            ends: ``[rows]`` tokens that are computed after the step, drafts included.
-            continued: for a steady step, the step before it; else None.
-            draft_token_ids: drafts of each row; () = no row has any.
-        """
-        index, slots = rows.index, self._slots
+    def launch(self, step_id: int, step: NextStep) -> LaunchedStep:
+        """Record a step as launched: count the tokens that it computes and samples."""
+        slots, continued, draft_token_ids = self._slots, step.continued, step.draft_token_ids
+        rows, ends = step.rows, step.ends
+        index = rows.index
         if continued is None:
             counts = (ends - slots.num_computed[index]).astype(np.int32)
             num_tokens = slots.num_tokens[index]

@@ -28,7 +28,7 @@ class SamplingDefaults:
     """For the start-up line; empty if there are no values."""
 
     @classmethod
-    def of(
+    def read(
         cls,
         checkpoint: Checkpoint,
         source: str | Path | None,

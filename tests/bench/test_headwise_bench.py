@@ -34,6 +34,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.errors import ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible
 from mrv1.sampler import SamplingParams
+from tests.engine.scheduler_model import new_scheduler
 
 SMALL = {
     "shape": "tiny-random", "device": "cpu", "streaming_ratio": 0.5, "window": 32, "sink": 16,
@@ -58,7 +59,8 @@ def _few_checked_tokens(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_requests_are_counted_until_a_request_has_to_wait(num_blocks, keeps, expected):
-    scheduler = Scheduler(
+    scheduler = new_scheduler(
+        Scheduler,
         num_blocks=num_blocks, keeps=keeps, block_size=16, max_num_seqs=8,
         max_num_batched_tokens=64,
     )  # fmt: skip
@@ -67,8 +69,12 @@ def test_requests_are_counted_until_a_request_has_to_wait(num_blocks, keeps, exp
 
 @pytest.mark.parametrize(("num_blocks", "expected"), [(32, 1), (31, 0), (63, 1)])
 def test_a_request_is_counted_only_if_its_whole_context_fits(num_blocks, expected):
-    scheduler = Scheduler(
-        num_blocks=[num_blocks], block_size=16, max_num_seqs=8, max_num_batched_tokens=64
+    scheduler = new_scheduler(
+        Scheduler,
+        num_blocks=[num_blocks],
+        block_size=16,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
     )
     admitted = num_admitted(scheduler, 512)
     assert admitted.requests == expected
@@ -76,8 +82,8 @@ def test_a_request_is_counted_only_if_its_whole_context_fits(num_blocks, expecte
 
 
 def test_requests_are_counted_where_decodes_take_the_whole_budget():
-    scheduler = Scheduler(
-        num_blocks=[400], block_size=16, max_num_seqs=8, max_num_batched_tokens=5
+    scheduler = new_scheduler(
+        Scheduler, num_blocks=[400], block_size=16, max_num_seqs=8, max_num_batched_tokens=5
     )
     assert num_admitted(scheduler, 32).requests == 5
 
@@ -89,7 +95,7 @@ def test_the_predicted_requests_of_streaming_heads_are_admitted(budget, seen, sp
     """The pool has at least the blocks of one prompt's chunks, as an engine ensures."""
     options = {"block_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": budget}
     num_blocks = min(512 // 16, seen.num_blocks(16, budget)) + spare
-    scheduler = Scheduler(num_blocks=[num_blocks], keeps=[seen], **options)
+    scheduler = new_scheduler(Scheduler, num_blocks=[num_blocks], keeps=[seen], **options)
     core: Any = SimpleNamespace(scheduler=scheduler, config=SimpleNamespace(max_num_seqs=32))
     predicted = predicted_requests(core, 512)
     assert num_admitted(scheduler, 512).requests == pytest.approx(predicted, abs=1)

@@ -302,7 +302,7 @@ def test_a_request_that_fails_while_it_runs_keeps_its_tokens(
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt_token_ids": [5, 6]}\n')
     with LLM(checkpoint, device="cpu", num_kv_blocks=32) as llm:
-        model, steps = llm._engine.runner.model, iter(range(100))
+        model, steps = llm.engine.runner.model, iter(range(100))
         forward = model.forward
 
         def broken_later(*args: object) -> object:

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 
 from mrv1 import SamplingParams
 from mrv1.engine.graph_padding import Padding
-from mrv1.engine.request import FinishReason, Request
+from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.scheduler_config import SchedulerConfig
 from mrv1.headwise import FULL, Visible
 from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan
 
@@ -52,6 +53,18 @@ def check_least_chunk(scheduler: Scheduler, chunks: Sequence[Chunk]) -> None:
     assert len(chunks) <= 1
     for request, start, count in chunks:
         assert count <= max(scheduler.block_size, request.span_size(start))
+
+
+def num_free_slots(scheduler: Scheduler) -> int:
+    """Return how many slots have no request."""
+    return len(scheduler._slots.free)
+
+
+def num_pending(scheduler: Scheduler, request: Request) -> int:
+    """Return how many tokens of a request are sampled by steps in flight."""
+    if request.status is not Status.RUNNING:
+        return 0
+    return int(scheduler._slots.num_tokens[request.slot]) - request.num_tokens
 
 
 def num_pending_tokens(scheduler: Scheduler) -> int:
@@ -402,6 +415,13 @@ def make_request(
     return request
 
 
+def new_scheduler(
+    made: type[Scheduler], *, speculation: object = None, **options: object
+) -> Scheduler:
+    """Return a scheduler of the class ``made`` with fields of ``SchedulerConfig``."""
+    return made(SchedulerConfig(**options), speculation)
+
+
 def make_scheduler(**overrides: object) -> Scheduler:
     """Return a scheduler with ``num_blocks`` blocks for each head group of ``keeps``."""
     options = {
@@ -413,7 +433,7 @@ def make_scheduler(**overrides: object) -> Scheduler:
     } | overrides
     if isinstance(options["num_blocks"], int):
         options["num_blocks"] = [options["num_blocks"]] * len(options["keeps"])
-    return Scheduler(**options, eos_token_ids=[EOS])
+    return new_scheduler(Scheduler, **options, eos_token_ids=[EOS])
 
 
 def make_runner(scheduler: Scheduler, **options: object) -> FakeRunner:

@@ -278,7 +278,7 @@ def refused(llm: LLM) -> None:
 
 def check_books(llm: LLM) -> None:
     """Raise unless an idle engine holds no slot, block, feature row or request."""
-    metrics, report, scheduler = llm.metrics(), llm.kv_report(), llm._engine.scheduler
+    metrics, report, scheduler = llm.metrics(), llm.kv_report(), llm.engine.scheduler
     features = scheduler.features
     entries = features._cached.values()
     rows_of_entries = sum(len(run) for entry in entries for run in entry.rows)
@@ -290,7 +290,7 @@ def check_books(llm: LLM) -> None:
         "slots not free": MAX_NUM_SEQS - len(set(scheduler._slots.free)),
         "feature bytes held": report["held_feature_bytes"],
         "feature rows lost": features.num_rows - features.num_free - rows_of_entries,
-        "requests": len(llm._groups),
+        "requests": len(llm.shared._groups),
     }
     if any(books.values()):
         raise AssertionError(f"expected nothing in use by an idle engine, got {books}")

@@ -28,6 +28,7 @@ from mrv1 import (
     StepPlan,
 )
 from mrv1.engine import async_llm
+from mrv1.engine.prompts import Submission
 from mrv1.engine.request import Request
 from mrv1.engine.request_group import RequestGroup
 from tests.engine.fake_llm import make_llm
@@ -101,7 +102,7 @@ def roomy(monkeypatch) -> Iterator[AsyncLLM]:
 
 def slow_down(llm: AsyncLLM) -> None:
     """Make each step take some time, so that a long request runs until it is aborted."""
-    runner = llm._llm._engine.runner
+    runner = llm._llm.engine.runner
     execute = runner.execute
 
     def slowly(plan: StepPlan) -> object:
@@ -188,16 +189,17 @@ def test_requests_take_turns_if_not_all_outputs_are_taken(monkeypatch):
     llm = make_llm(monkeypatch, num_kv_blocks=128)
     for name in "abc":
         params = SamplingParams(max_tokens=20, ignore_eos=True)
-        llm._queue(llm._make_group(list(prompt_of(4)), params, name, is_awaited=True))
+        given = Submission(list(prompt_of(4)), params)
+        llm.shared.queue(llm.shared.make_group(given, name, is_awaited=True))
     taken: list[str] = []
     while llm.has_unfinished_requests():
-        llm._step_alone()
+        llm.shared.step_alone()
         is_first = iter([True])
-        outputs = llm._take_changed(lambda _, is_first=is_first: next(is_first, False))
+        outputs = llm.shared.take_changed(lambda _, is_first=is_first: next(is_first, False))
         taken += [output.request_id for output in outputs]
     assert taken[:18] == [*"abc"] * 6
     assert sorted(taken[-3:]) == [*"abc"]
-    assert not llm._awaited
+    assert not llm.shared._awaited
 
 
 # --- the end of a task ---------------------------------------------------------------------------
@@ -207,7 +209,7 @@ def test_requests_take_turns_if_not_all_outputs_are_taken(monkeypatch):
 def test_tasks_and_threads_with_random_cancellations(monkeypatch, seconds):
     """Every accepted request ends once, outputs are those of a run alone, nothing leaks."""
     llm = make_llm(monkeypatch, AsyncLLM, num_kv_blocks=9, max_num_seqs=6)
-    scheduler = llm._llm._engine.scheduler
+    scheduler = llm._llm.engine.scheduler
     add, num_accepted = scheduler.add, []
 
     def counted(request: Request) -> None:
@@ -298,14 +300,14 @@ def test_a_cancelled_task_frees_its_request(roomy):
 
 def test_a_request_that_is_cancelled_while_it_is_made_never_starts(roomy, monkeypatch):
     is_made, go_on = threading.Event(), threading.Event()
-    make_group = roomy._llm._make_group
+    make_group = roomy._llm.shared.make_group
 
     def waits(*args: object, **kwargs: object) -> RequestGroup:
         is_made.set()
         assert go_on.wait(PATIENCE)
         return make_group(*args, **kwargs)
 
-    monkeypatch.setattr(roomy._llm, "_make_group", waits)
+    monkeypatch.setattr(roomy._llm.shared, "make_group", waits)
 
     async def main() -> None:
         tasks = [asyncio.create_task(last_of(generate(roomy, 9, **LONG))) for _ in range(2)]
@@ -440,7 +442,7 @@ def test_shutdown_with_requests_running_reaches_every_waiter(small):
 
 
 def test_an_exception_in_a_step_reaches_every_waiter(small):
-    execute, failure = small._llm._engine.runner.execute, ZeroDivisionError("in the third step")
+    execute, failure = small._llm.engine.runner.execute, ZeroDivisionError("in the third step")
     plans = []
 
     def fails(plan: object) -> object:
@@ -449,7 +451,7 @@ def test_an_exception_in_a_step_reaches_every_waiter(small):
             raise failure
         return execute(plan)
 
-    small._llm._engine.runner.execute = fails
+    small._llm.engine.runner.execute = fails
     match = r"the engine has failed .*in the third step.*make a new AsyncLLM"
 
     def reads(length: int) -> Awaitable[None]:
@@ -467,7 +469,7 @@ def test_an_exception_in_a_step_reaches_every_waiter(small):
 
 
 def test_a_step_that_fails_ends_its_requests_alone(small):
-    runner = small._llm._engine.runner
+    runner = small._llm.engine.runner
     execute = runner.execute
 
     def fails(plan: StepPlan) -> object:
@@ -491,7 +493,7 @@ def test_a_request_that_is_made_while_the_engine_closes_gets_the_engines_error(s
         small._engine.stop()
         raise AttributeError("kv_cache")  # which the runner has freed
 
-    monkeypatch.setattr(small._llm, "_make_group", make_group)
+    monkeypatch.setattr(small._llm.shared, "make_group", make_group)
     run(ends_with(RuntimeError, CLOSED, last_of(generate(small, 5))))
 
 

@@ -92,7 +92,7 @@ def test_a_word_of_text_is_banned_with_and_without_a_space():
     with LLM("tiny", device="cpu", num_kv_blocks=32) as llm:
         free = llm.generate("ROMEO:", SamplingParams(temperature=0, max_tokens=40))[0].outputs[0]
         req_id = llm.add_request("ROMEO:", params)
-        banned = llm._engine.scheduler.get(req_id).banned_token_sequences
+        banned = llm.engine.scheduler.get(req_id).banned_token_sequences
         while llm.has_unfinished_requests():
             (output,) = llm.step()
         encode = llm._tokenizer.encode_word

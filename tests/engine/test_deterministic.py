@@ -120,7 +120,7 @@ def test_logits_are_the_same_bits_in_any_chunks_with_hits_and_preemption(checkpo
         assert got == want
     got, core = logprobs_of(checkpoint, prompts, dtype=dtype, enable_prefix_caching=True)
     assert got == want
-    assert core.scheduler.prefix_hit_tokens >= 128
+    assert core.scheduler.admission.prefix_hit_tokens >= 128
     got, core = logprobs_of(checkpoint, prompts, dtype=dtype, num_kv_blocks=24)
     assert got == want
     assert core.scheduler.num_preemptions > 0

@@ -78,7 +78,7 @@ def test_greedy_tokens_equal_transformers_over_a_rounded_cache(checkpoint, devic
         ) as llm:
             reference.calls.clear()
             outputs = llm.generate(prompts, GREEDY)
-            assert bool(reference.calls) == (llm._engine.runner.path == "reference")
+            assert bool(reference.calls) == (llm.engine.runner.path == "reference")
         assert [list(o.outputs[0].token_ids) for o in outputs] == expected, (chunk, block_size)
 
 
@@ -175,7 +175,7 @@ def test_quarter_scales_with_chunks_preemption_and_policies(
         max_num_batched_tokens=chunk, num_kv_blocks=num_blocks, head_policy=policy,
         overlap=False,  # else a preempted request may have sampled a token that is dropped
     ) as llm:  # fmt: skip
-        recorder = ChunkRecorder(llm._engine.runner)
+        recorder = ChunkRecorder(llm.engine.runner)
         outputs = llm.generate(prompts, GREEDY)
         assert (llm.metrics()["num_preemptions"] > 0) is (num_blocks == 7)
     for output, admissions in zip(outputs, recorder.chunks.values(), strict=True):

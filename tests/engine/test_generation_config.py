@@ -177,7 +177,7 @@ AS_PARAMS = {name: value for name, value in ALL.items() if name != "max_new_toke
     ],
 )  # fmt: skip
 def test_which_values_are_read(tmp_path: Path, content, source, override, expected):
-    defaults = SamplingDefaults.of(Checkpoint.at(write(tmp_path, content)), source, override)
+    defaults = SamplingDefaults.read(Checkpoint.at(write(tmp_path, content)), source, override)
     assert defaults.values == expected
     assert bool(defaults.description) == bool(expected)
     assert ("override_generation_config" in defaults.description) == bool(
@@ -193,7 +193,7 @@ def test_a_directory_stands_in_for_the_checkpoints_file(tmp_path: Path, monkeypa
     write(other, {"min_p": 0.2, "eos_token_id": [8, 9]})
     monkeypatch.setenv("HOME", str(tmp_path))
     for source in (other, str(other), "~/other"):
-        defaults = SamplingDefaults.of(Checkpoint.at(own), source)
+        defaults = SamplingDefaults.read(Checkpoint.at(own), source)
         assert defaults.values == {"min_p": 0.2}
         assert str(other) in defaults.description
         assert ModelConfig.from_pretrained(own, generation_config=source).eos_token_ids == (
@@ -203,7 +203,7 @@ def test_a_directory_stands_in_for_the_checkpoints_file(tmp_path: Path, monkeypa
         )
     for source in ("auto", "vllm", None):  # as in vLLM: stop tokens in any case
         assert ModelConfig.from_pretrained(own, generation_config=source).eos_token_ids == (0, 7)
-    assert SamplingDefaults.of(Checkpoint.at(tmp_path / "model.gguf"), "auto").values == {}
+    assert SamplingDefaults.read(Checkpoint.at(tmp_path / "model.gguf"), "auto").values == {}
 
 
 @pytest.mark.parametrize(
@@ -219,11 +219,11 @@ def test_a_directory_stands_in_for_the_checkpoints_file(tmp_path: Path, monkeypa
 )
 def test_a_wrong_value_is_one_line_with_file_and_field(tmp_path: Path, content, message):
     with pytest.raises(ConfigError, match=rf"generation_config.json: {message}") as error:
-        SamplingDefaults.of(Checkpoint.at(write(tmp_path, content)), "auto")
+        SamplingDefaults.read(Checkpoint.at(write(tmp_path, content)), "auto")
     assert "\n" not in str(error.value)
-    assert SamplingDefaults.of(Checkpoint.at(tmp_path), "vllm").values == {}
+    assert SamplingDefaults.read(Checkpoint.at(tmp_path), "vllm").values == {}
     with pytest.raises(ConfigError, match=rf"^override_generation_config: {message}"):
-        SamplingDefaults.of(Checkpoint.at(tmp_path), None, content)
+        SamplingDefaults.read(Checkpoint.at(tmp_path), None, content)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from mrv1.engine import graph_padding
 from mrv1.engine.graph_padding import (
     LEAST_PADDING,
     Padding,
-    TokenRoom,
     mixed_prefill_tokens,
     token_flops,
 )
 from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.step_budget import TokenRoom
 from mrv1.runner.cuda_graph import prompt_sizes
 from tests.engine.scheduler_model import (
     check_mixed,
@@ -68,23 +68,23 @@ def test_padding_is_worth_a_step_by_its_operations(monkeypatch, num_tokens, of_8
     for flops in (14_000_000_000, 880_000_000):
         monkeypatch.setattr(graph_padding, "token_flops", lambda _, flops=flops: flops)
         runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(8192)))
-        found.append(Padding.of(runner).surplus(num_tokens))
+        found.append(Padding.for_runner(runner).surplus(num_tokens))
     assert found == [of_8b, of_0_6b]
     assert LEAST_PADDING == 256
 
 
 def test_an_engine_without_graphs_cuts_no_step():
     with LLM("tiny", device="cpu", num_kv_blocks=16) as llm:
-        runner = llm._core.runner
+        runner = llm.engine.runner
         assert runner.prompt_graph_sizes == ()
-        assert Padding.of(runner) is None
+        assert Padding.for_runner(runner) is None
         assert mixed_prefill_tokens(runner.config, runner) is None
         model = runner.model_config
         q_size, kv_size = (n * model.head_dim for n in (model.num_q_heads, model.num_kv_heads))
         of_a_layer = model.hidden_size * (2 * q_size + 2 * kv_size + 3 * model.intermediate_size)
         assert token_flops(runner) == 2 * model.num_layers * of_a_layer
     with LLM("tiny", device="cpu", num_kv_blocks=16, max_mixed_prefill_tokens=5) as llm:
-        assert llm._core.scheduler._max_mixed_tokens == 5
+        assert llm.engine.scheduler._config.max_mixed_prefill_tokens == 5
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_tokens_do_not_depend_on_the_form_of_the_tables(checkpoint, model, data)
             groups = llm.kv_report()["groups"]
             assert len(groups) == (2 if "per_head_ids" in options else 1)
             assert all(group["window"] == -1 for group in groups)
-            layout = llm._engine.runner.kv_cache.layers[0].layout
+            layout = llm.engine.runner.kv_cache.layers[0].layout
             assert layout.visits_masked == ("visit_masked_pages" in options)
             for _ in range(2):
                 outputs = llm.generate(prompts, params)

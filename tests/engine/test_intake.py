@@ -95,10 +95,10 @@ def by_generate(_: AsyncLLM, llm: LLM, prompt: Any, params: Any, change: Change)
     def generate() -> None:
         found.append(llm.generate([prompt], [params])[0].outputs[0].token_ids)
 
-    with llm._turns._lock:
+    with llm.shared.turns._lock:
         thread = threading.Thread(target=generate)
         thread.start()
-        while not llm._turns._waiting:
+        while not llm.shared.turns._waiting:
             pass
         change()
     thread.join()
@@ -119,7 +119,7 @@ def by_async_generate(
 
 
 def by_engine_core(_: AsyncLLM, llm: LLM, prompt: Any, params: Any, change: Change) -> Tokens:
-    core = llm._core
+    core = llm.engine
     assert core is not None
     more = {}
     if isinstance(prompt, dict):
@@ -241,7 +241,7 @@ def test_a_bias_changed_in_place_is_checked_again(llm: LLM):
             raise bad.error
     params = SamplingParams(**GREEDY)
     params.logit_bias[np.int64(3)] = np.float32(0.5)
-    (request,) = [llm._core.make_request("a", PROMPT, copy.copy(params))]
+    (request,) = [llm.engine.maker.make("a", PROMPT, copy.copy(params))]
     assert {*map(type, next(iter(request.params.logit_bias.items())))} == {int, float}
 
 
@@ -307,7 +307,7 @@ def test_a_request_of_classes_of_the_callers_is_served_by_its_text(engine: Async
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
     order = {"fairness_id": Tag("us"), "priority": Number.A}
     req_id = llm.add_request(PROMPT, params, request_id=Tag("me"), **order)
-    (request,) = llm._core.scheduler.unfinished
+    (request,) = llm.engine.scheduler.unfinished
     kinds = [*map(type, (req_id, request.req_id, request.fairness_id, request.priority))]
     assert (req_id, kinds) == ("me", [str, str, str, int])
     llm.abort(Tag("me"))

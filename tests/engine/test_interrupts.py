@@ -86,7 +86,7 @@ def check(llm: LLM, num_blocks: int) -> None:
     assert not llm.has_unfinished_requests()
     assert all(output.finished for output in outputs.values())
     assert llm.step() == []
-    core = llm._engine
+    core = llm.engine
     scheduler = core.scheduler
     assert not core._in_flight
     assert scheduler.num_steps_in_flight == 0
@@ -97,8 +97,10 @@ def check(llm: LLM, num_blocks: int) -> None:
     for pool in scheduler.pools:
         check_group(pool, Counter())
         assert pool.num_free == num_blocks
-    assert not any([llm._groups, llm._undelivered, llm._awaited, llm._given_up])
-    assert not any([llm._is_changing, core._is_changing])
+    assert not any(
+        [llm.shared._groups, llm.shared._undelivered, llm.shared._awaited, llm.shared._given_up]
+    )
+    assert not any([llm.shared._is_changing, core._is_changing])
 
 
 def interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, again: int | None) -> None:
@@ -118,8 +120,8 @@ def interrupted(llm: LLM, monkeypatch: pytest.MonkeyPatch, at: int, again: int |
         patch.setattr(owner, "_recover", traced)
 
     with monkeypatch.context() as patch:
-        interrupt_too(type(llm._engine))
-        interrupt_too(LLM)
+        interrupt_too(type(llm.engine))
+        interrupt_too(type(llm.shared))
         with pytest.raises(KeyboardInterrupt), Interrupt(at).active():
             use(llm)
 
@@ -188,7 +190,7 @@ def uninterrupted(tmp_path_factory, request) -> Iterator[tuple[LLM, int, tuple[i
         max_model_len=96, max_num_batched_tokens=40, overlap=request.param,
     ) as llm:  # fmt: skip
         (output,) = llm.generate(list(prompt_of(17)), PARAMS)
-        llm._engine.scheduler.reset_prefix_cache()
+        llm.engine.scheduler.reset_prefix_cache()
         yield llm, num_lines_of(use_briefly, llm), output.outputs[0].token_ids
 
 
@@ -196,7 +198,7 @@ def uninterrupted(tmp_path_factory, request) -> Iterator[tuple[LLM, int, tuple[i
 @given(seed=st.integers(0, 2**32))
 def test_an_interrupt_at_any_line_of_the_runner_leaves_the_engine_usable(uninterrupted, seed):
     llm, num_lines, expected = uninterrupted
-    llm._engine.scheduler.reset_prefix_cache()
+    llm.engine.scheduler.reset_prefix_cache()
     at = random.Random(seed).randrange(1, num_lines * 9 // 10)
     with pytest.raises(KeyboardInterrupt), Interrupt(at).active():
         use_briefly(llm)

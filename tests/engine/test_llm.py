@@ -19,6 +19,7 @@ from mrv1 import LLM, ConfigError, RequestError, RequestOutput, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.kernels import reference
+from tests.engine.scheduler_model import num_free_slots
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_checkpoint
 
 VOCAB = 160
@@ -82,7 +83,7 @@ def assert_greedy_equals_transformers(
     ) as llm:
         reference.calls.clear()
         outputs = llm.generate(prompts[:count], GREEDY)
-        assert bool(reference.calls) == (llm._engine.runner.path == "reference")
+        assert bool(reference.calls) == (llm.engine.runner.path == "reference")
     for prompt, output in zip(prompts[:count], outputs, strict=True):
         tokens = list(output.outputs[0].token_ids)
         assert len(tokens) == 64
@@ -220,10 +221,10 @@ def engine(checkpoint):
 def llm(engine):
     """Return the engine that the tests share: each leaves it idle, with no request or block."""
     yield engine
-    scheduler = engine._engine.scheduler
+    scheduler = engine.engine.scheduler
     assert not scheduler.has_unfinished_requests
     assert scheduler.pools[0].num_free == 32
-    assert scheduler.num_free_slots == engine._engine.config.max_num_seqs
+    assert num_free_slots(scheduler) == engine.engine.config.max_num_seqs
 
 
 PROMPT = random_prompts((12,))[0]
@@ -308,9 +309,9 @@ def test_a_request_id_must_be_a_nonempty_string(llm, request_id):
 
 def test_the_core_refuses_a_wrong_id_and_wrong_parameters(llm):
     with pytest.raises(RequestError, match=r"request_id: expected a string .*, got 1"):
-        llm._engine.add_request(1, [5], SamplingParams())
+        llm.engine.add_request(1, [5], SamplingParams())
     with pytest.raises(RequestError, match="params: expected SamplingParams, got NoneType"):
-        llm._engine.add_request("a", [5], None)
+        llm.engine.add_request("a", [5], None)
     assert not llm.has_unfinished_requests()
 
 
@@ -471,7 +472,7 @@ def test_a_stop_string_ends_the_text_and_no_other_request(spoken, overlap, inclu
     with LLM("tiny", device="cpu", overlap=overlap) as llm:
         stopped, other = llm.generate(["ROMEO:", "JULIET:"], [params, SAYS])
         streamed = [part.outputs[0] for part in llm.stream("ROMEO:", params)]
-        pool = llm._engine.scheduler.pools[0]
+        pool = llm.engine.scheduler.pools[0]
         assert pool.num_free == pool.num_blocks
         assert llm.metrics()["num_finished_requests"] == 3
         decode = llm._tokenizer.decode
@@ -558,7 +559,7 @@ def test_abort_delivers_the_tokens_generated_so_far(llm):
 
 def test_a_row_without_a_selectable_token_fails_alone(llm, monkeypatch):
     """NaN logits in the first row do not affect the request of the second row."""
-    model = llm._engine.runner.model
+    model = llm.engine.runner.model
     compute_logits = model.compute_logits
 
     def poisoned(hidden):
@@ -581,7 +582,7 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(checkpoint, mon
     with LLM(str(checkpoint), device="cpu", num_kv_blocks=32, max_model_len=256) as llm:
         expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
         with monkeypatch.context() as patch:
-            patch.setattr(llm._engine.runner.model, "forward", broken)
+            patch.setattr(llm.engine.runner.model, "forward", broken)
             outputs = llm.generate([PROMPT, [5, 6]], SHORT)
         said = "step 20 (2 requests): the device fell over"
         assert [str(o.error) for o in outputs] == [said] * 2

@@ -129,7 +129,7 @@ def test_a_seeded_draw_equals_the_reference_path(tmp_path, device, monkeypatch):
     with LLM(
         str(tmp_path), dtype="float32", max_num_seqs=2, num_kv_blocks=8, cuda_graphs=False
     ) as llm:
-        sampler = llm._engine.runner.sampler
+        sampler = llm.engine.runner.sampler
         draw = sampler.draw
 
         def draw_twice(*arguments, **options):

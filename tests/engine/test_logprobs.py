@@ -140,7 +140,7 @@ def test_prompt_logprobs_come_in_chunks_and_skip_the_prefix_cache(num_prompt_tok
             {p: Logprob(logprob=-float(p), rank=p + 1, decoded_token=None)}
             for p in range(1, num_prompt_tokens)
         ]
-    assert scheduler.prefix_hit_tokens == 0
+    assert scheduler.admission.prefix_hit_tokens == 0
 
 
 def with_prompt_logprobs(output: StepOutput, given: dict[int, TokenLogprobs]) -> StepOutput:

@@ -198,6 +198,6 @@ def test_an_eos_token_outside_of_the_models_vocabulary_ends_nothing(tmp_path, to
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<new>"}))
     with LLM(str(path), device="cpu", num_kv_blocks=64) as llm:
         assert llm.get_tokenizer().eos_token_id == tokenizer.get_vocab_size()
-        assert llm._engine.eos_token_ids == (tokenizer.token_to_id(OTHER_EOS),)
+        assert llm.engine.eos_token_ids == (tokenizer.token_to_id(OTHER_EOS),)
         params = SamplingParams(max_tokens=3, min_tokens=2, temperature=0)
         assert len(llm.generate("hello", params)[0].outputs[0].token_ids) >= 2

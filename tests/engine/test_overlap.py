@@ -15,6 +15,7 @@ from mrv1.engine.core import EngineCore
 from mrv1.engine.request import Request
 from mrv1.kernels.registry import select_ops
 from mrv1.models import load_model
+from tests.engine.scheduler_model import num_free_slots
 from tests.models.families import tiny_checkpoint
 
 EOS = 2
@@ -91,7 +92,7 @@ def drained(core: EngineCore) -> None:
     core.step()
     assert not core._in_flight
     assert core.scheduler.pools[0].num_free == core.scheduler.pools[0].num_blocks
-    assert core.scheduler.num_free_slots == core.config.max_num_seqs
+    assert num_free_slots(core.scheduler) == core.config.max_num_seqs
 
 
 @settings(max_examples=max(settings.default.max_examples // 2, 8))  # each makes two engines

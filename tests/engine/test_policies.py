@@ -24,6 +24,7 @@ from tests.engine.scheduler_model import (
     make_request,
     make_runner,
     make_scheduler,
+    num_free_slots,
     output_of,
     prompt_of,
     scheduled,
@@ -50,7 +51,7 @@ def test_lower_priorities_go_first_and_arrival_decides_ties(priorities):
                 make_request(str(name), (1,), max_tokens=3, ignore_eos=True, priority=priority)
             )
             waiting.append((priority, name))
-        if scheduler.num_free_slots and waiting:
+        if num_free_slots(scheduler) and waiting:
             waiting.sort()
             expected.append(str(waiting.pop(0)[1]))
         plan = scheduler.schedule()
@@ -242,7 +243,7 @@ def test_a_prefix_in_flight_is_computed_once():
         {"first": 26, "other": 3},
         {"first": 1, "second": 1, "third": 3},
     ], "another request overtakes those that wait"
-    assert (scheduler.num_prefix_waits, scheduler.prefix_hit_tokens) == (2, 48)
+    assert (scheduler.admission.num_prefix_waits, scheduler.admission.prefix_hit_tokens) == (2, 48)
     for request in requests.values():
         assert request.output_token_ids == expected_output(request)[0]
 
@@ -268,7 +269,7 @@ def test_a_wait_ends_with_the_request_that_it_is_for(end):
     plan = scheduler.schedule()
     runner.execute(plan)
     assert scheduled(plan) == {"first": 26}
-    assert all(requests[name] in scheduler._prefix_waits for name in ("second", "third"))
+    assert all(requests[name] in scheduler.admission.prefix_waits for name in ("second", "third"))
     if end == "abort":
         scheduler.abort("first")
     elif end == "preempt":
@@ -282,7 +283,7 @@ def test_a_wait_ends_with_the_request_that_it_is_for(end):
         scheduler.fail_step(plan, StepError("boom", step_id=0, req_ids=plan.req_ids))
     else:
         scheduler.update(runner.result(fail_rows=frozenset([0] if end == "failed row" else [])))
-    assert not scheduler._prefix_waits
+    assert not scheduler.admission.prefix_waits
     order = {"preempt": ["first", "second"], "own": ["third"]}.get(end, ["second", "third"])
     assert [*scheduler.waiting][: len(order)] == order
     drain(scheduler, runner)
@@ -292,7 +293,7 @@ def test_a_wait_ends_with_the_request_that_it_is_for(end):
             assert request.finish_reason in ("abort", "error")
         else:
             assert request.output_token_ids == expected_output(request)[0]
-    assert not scheduler._prefix_waits._computing
+    assert not scheduler.admission.prefix_waits._computing
 
 
 def test_no_more_requests_wait_than_slots_are_free():
@@ -302,7 +303,7 @@ def test_no_more_requests_wait_than_slots_are_free():
         scheduler.add(make_request(str(name), (*prompt_of(24), 7), max_tokens=1, ignore_eos=True))
     plan = scheduler.schedule()
     assert scheduled(plan) == {"first": 26}
-    assert (scheduler.num_free_slots, len(scheduler._prefix_waits)) == (2, 2)
+    assert (num_free_slots(scheduler), len(scheduler.admission.prefix_waits)) == (2, 2)
     assert [*scheduler.waiting] == ["0", "1", "2", "3", "4"]
     scheduler.update(output_of(plan, (5,)))
     assert scheduled(scheduler.schedule()) == {"first": 1, "second": 1, "third": 3}
@@ -320,7 +321,7 @@ def test_an_urgent_request_takes_the_slot_of_one_that_waits():
         if name == "urgent":  # it arrives when the others have been looked at
             plan = scheduler.schedule()
             assert scheduled(plan) == {"first": 25}
-            assert len(scheduler._prefix_waits) == 1
+            assert len(scheduler.admission.prefix_waits) == 1
         request = make_request(name, prompt, max_tokens=2, ignore_eos=True, priority=priority)
         scheduler.add(request)
     runner = make_runner(scheduler)
@@ -358,7 +359,7 @@ def test_nobody_waits_for_a_request_that_is_less_urgent():
             request = make_request(name, (*prompt_of(24), 1, 2), max_tokens=1, priority=priority)
             scheduler.add(request)
             scheduler.schedule()
-        assert scheduler.num_prefix_waits == num_waits
+        assert scheduler.admission.num_prefix_waits == num_waits
 
 
 def sharing(name: str, **params: object) -> Request:
@@ -389,7 +390,7 @@ def test_a_request_whose_wait_was_in_vain_does_not_wait_again():
     scheduler, requests = start_sharing(scheduling_policy="priority", max_num_batched_tokens=64)
     runner = make_runner(scheduler)
     runner.execute(scheduler.schedule())
-    assert scheduler.num_prefix_waits == 2
+    assert scheduler.admission.num_prefix_waits == 2
     scheduler.abort("first")
     scheduler.update(runner.result())
     urgent = make_request("urgent", (*prompt_of(24), 9), max_tokens=1, priority=-1)
@@ -398,7 +399,7 @@ def test_a_request_whose_wait_was_in_vain_does_not_wait_again():
     assert scheduled(plan) == {"urgent": 25, "second": 25, "third": 14}
     runner.execute(plan)
     drain(scheduler, runner)
-    assert scheduler.num_prefix_waits == 2
+    assert scheduler.admission.num_prefix_waits == 2
     for name in ("second", "third"):
         assert requests[name].output_token_ids == expected_output(requests[name])[0]
 

@@ -127,8 +127,8 @@ def test_a_hit_covers_the_shared_full_blocks_but_not_the_last_token(num_own, num
     assert scheduled(plan) == {"b": 1024 + num_own - num_hit}
     assert plan.new[0].num_computed_tokens == b.num_cached_tokens == num_hit
     assert len(new_blocks(plan, "b")) == -(-(1024 + num_own) // 16)
-    assert scheduler.num_prefix_queries == 1027 + 1024 + num_own
-    assert scheduler.prefix_hit_tokens == num_hit
+    assert scheduler.admission.num_prefix_queries == 1027 + 1024 + num_own
+    assert scheduler.admission.prefix_hit_tokens == num_hit
     runner.execute(plan)
     drain(scheduler, runner)
     assert b.output_token_ids == expected_output(b)[0]
@@ -141,7 +141,7 @@ def test_a_block_is_shared_only_once_its_step_has_succeeded():
     first = scheduler.schedule()
     scheduler.add(make_request("c", prompt_of(40), max_tokens=5))
     second = scheduler.schedule()
-    assert scheduler.prefix_hit_tokens == 0, "the first step is in flight"
+    assert scheduler.admission.prefix_hit_tokens == 0, "the first step is in flight"
     scheduler.update(output_of(first, (5,), (5,)))
     a_blocks = scheduler.get("a").block_ids[0][:2]
     scheduler.add(make_request("d", prompt_of(40), max_tokens=5))
@@ -393,9 +393,9 @@ def test_admission_counts_a_free_block_that_becomes_shared_only_once():
     assert scheduled(plan) == {"b": 8, "c": 8}, "two shared blocks and one each"
     assert scheduler.pools[0].num_free == 0
     scheduler.add(make_request("d", prompt_of(40), max_tokens=9))
-    queries = scheduler.num_prefix_queries
+    queries = scheduler.admission.num_prefix_queries
     scheduler.schedule()
-    assert scheduler.num_prefix_queries == queries, "counted after the resource check"
+    assert scheduler.admission.num_prefix_queries == queries, "counted after the resource check"
 
 
 def test_a_reset_forgets_all_blocks_computed_before_the_reset():
@@ -486,7 +486,7 @@ def test_a_blocked_request_is_looked_up_again_only_when_it_could_be_admitted(
             if steps == 5:
                 scheduler.add(waiting)
             if forgets:
-                scheduler._blocked = None
+                scheduler.admission.blocked = None
             plan = scheduler.schedule()
             if plan is not None:
                 runner.execute(plan)

@@ -35,7 +35,7 @@ def test_outputs_come_in_order_and_as_if_alone(llm, said):
     batch = llm.generate([PROMPT, "JULIET:"], [SAYS, GREEDY], use_tqdm=False)
     assert [len(output.outputs) for output in batch] == [3, 1]
     assert batch[0].outputs == said
-    assert not llm._groups
+    assert not llm.shared._groups
 
 
 def test_a_prompt_is_prefilled_once(llm):
@@ -88,7 +88,7 @@ def test_abort_ends_all_outputs_and_delivers_them_once(llm):
     assert output.finished
     assert output.error is None
     assert not llm.has_unfinished_requests()
-    pool = llm._engine.scheduler.pools[0]
+    pool = llm.engine.scheduler.pools[0]
     assert pool.num_free == pool.num_blocks
 
 
@@ -138,10 +138,10 @@ def test_a_caller_may_use_any_request_id_together_with_several_outputs(llm, said
 def test_a_request_id_is_in_use_until_the_last_of_several_outputs_has_ended(llm, said):
     """The first output ends before the others, which still have this request id."""
     llm.add_request(PROMPT, SAYS, request_id="r")
-    group = llm._groups["r"]
+    group = llm.shared._groups["r"]
     while group.requests[0].status is not Status.RUNNING:
         llm.step()
-    llm._engine.abort("r")
+    llm.engine.abort("r")
     in_use = "request_id: expected an id that no unfinished request has, got 'r'"
     with pytest.raises(RequestError, match=in_use):
         llm.add_request(PROMPT, GREEDY, request_id="r")
@@ -152,14 +152,14 @@ def test_a_request_id_is_in_use_until_the_last_of_several_outputs_has_ended(llm,
 
 
 def test_a_request_fails_when_all_its_outputs_fail(llm, monkeypatch):
-    execute = llm._engine.runner.execute
+    execute = llm.engine.runner.execute
 
     def failing(plan):
         if len(plan.req_ids) == 3:
             raise StepError("boom", step_id=plan.step_id, req_ids=plan.req_ids)
         return execute(plan)
 
-    monkeypatch.setattr(llm._engine.runner, "execute", failing)
+    monkeypatch.setattr(llm.engine.runner, "execute", failing)
     outputs = llm.generate([PROMPT], SAYS, use_tqdm=False)
     assert isinstance(outputs[0].error, StepError)
     assert [o.finish_reason for o in outputs[0].outputs] == ["error"] * 3
@@ -189,7 +189,7 @@ def test_the_text_ends_before_a_stop_sequence(llm, include):
 def test_a_stop_sequence_that_ends_with_eos_is_the_stop_reason_and_not_text(llm, monkeypatch):
     whole = llm.generate("ROMEO:", GREEDY)[0].outputs[0].token_ids
     end = next(i for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
-    monkeypatch.setattr(llm._engine.scheduler, "_eos_token_ids", (whole[end],))
+    monkeypatch.setattr(llm.engine.scheduler, "_eos_token_ids", (whole[end],))
     sequence = whole[end - 1 : end + 1]
     for params, reason, num_text in (
         (replace(GREEDY, ignore_eos=False), None, end),
@@ -214,7 +214,7 @@ def test_a_stop_sequence_that_begins_in_the_prompt_or_ends_before_min_tokens_is_
 
 
 def test_min_tokens_beyond_the_context_is_refused(llm):
-    room = llm._engine.max_model_len - 2
+    room = llm.engine.max_model_len - 2
     params = SamplingParams(max_tokens=None, min_tokens=room + 1)
     with pytest.raises(RequestError, match=rf"min_tokens: expected at most {room} after a pro"):
         llm.generate([5, 6], params)

@@ -18,6 +18,7 @@ from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.runner import AsyncOutput
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.device_step import DeviceStep, MaskBuffer
+from tests.engine.scheduler_model import num_free_slots
 from tests.models.families import tiny_checkpoint
 from tests.sampler.rules import edited
 
@@ -156,7 +157,7 @@ def test_eos_is_masked_until_min_tokens_even_with_ignore_eos(checkpoint, overlap
     with LLM(
         str(checkpoint), device="cpu", dtype="float64", num_kv_blocks=32, overlap=overlap
     ) as llm:
-        assert llm._engine.runner.model_config.eos_token_ids == (EOS,)
+        assert llm.engine.runner.model_config.eos_token_ids == (EOS,)
         options = {"logit_bias": {EOS: 100.0}, "min_tokens": 5}
         params = [asked(**options), asked(**options, ignore_eos=False), asked(**options, seed=3)]
         ignored, heeded, beside = llm.generate([list(PROMPTS[0])] * 3, params)
@@ -396,11 +397,11 @@ def test_a_gpu_that_fails_while_a_step_awaits_its_masks_ends_every_request(
             if not llm.has_unfinished_requests():
                 break
             ended |= {output.request_id: output for output in llm.step() if output.finished}
-        scheduler = llm._engine.scheduler
+        scheduler = llm.engine.scheduler
         assert not scheduler.has_unfinished_requests
         assert llm.kv_report()["held_blocks"] == [0]
         assert scheduler.pools[0].num_free == 32
-        assert (scheduler.num_free_slots, scheduler.num_steps_in_flight) == (2, 0)
+        assert (num_free_slots(scheduler), scheduler.num_steps_in_flight) == (2, 0)
         assert sorted(ended) == ["0", "1", "2"]
         for output in ended.values():
             assert isinstance(output.error, StepError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ from tests.engine.scheduler_model import (
     make_request,
     make_runner,
     make_scheduler,
+    new_scheduler,
+    num_free_slots,
+    num_pending,
     num_pending_tokens,
     output_of,
     prompt_of,
@@ -65,7 +69,7 @@ class ForgetfulScheduler(Scheduler):
     """Plans every step and processes every output without anything kept from earlier steps."""
 
     def schedule(self) -> StepPlan | None:
-        self._blocked = None
+        self.admission.blocked = None
         self._batch.version += 1
         return super().schedule()
 
@@ -130,7 +134,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             keeps, pools = [FULL, *keeps], [num_blocks, *pools]
         self.keeps, self.pools = keeps, pools
         self.scheduler, self.forgetful = (
-            made(
+            new_scheduler(
+                made,
                 num_blocks=pools,
                 keeps=keeps,
                 block_size=BLOCK_SIZE,
@@ -329,22 +334,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                     and landed - ((index + 1) * BLOCK_SIZE - 1) >= seen.window
                 ]
         for name in (
-            "wasted_tokens", "num_stale_outputs", "num_preemptions", "prefix_hit_tokens",
-            "num_prefix_waits",
+            "wasted_tokens", "num_stale_outputs", "num_preemptions", "admission.prefix_hit_tokens",
+            "admission.num_prefix_waits",
         ):  # fmt: skip
-            assert getattr(scheduler, name) == getattr(self.forgetful, name), name
-        assert scheduler.num_free_slots + len(running) == self.max_num_seqs
+            count = attrgetter(name)
+            assert count(scheduler) == count(self.forgetful), name
+        assert num_free_slots(scheduler) + len(running) == self.max_num_seqs
         assert len({r.slot for r in running}) == len(running)
         assert all(r.status is Status.RUNNING for r in running)
         assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
         held = [r for followers in scheduler.waiting.held.values() for r in followers]
         assert all(r.leader in scheduler.waiting.held and not r.leader.finished for r in held)
-        waits = scheduler._prefix_waits._leaders
+        waits = scheduler.admission.prefix_waits._leaders
         assert all(r.status is Status.WAITING and r not in waits.values() for r in waits)
         assert all(leader.status is Status.RUNNING for leader in waits.values())
         assert scheduler.num_waiting == len(scheduler.waiting) + len(held) + len(waits)
         for request in self.requests.values():
-            pending = scheduler.num_pending(request)
+            pending = num_pending(scheduler, request)
             drafting = bool(self.plans and self.plans[-1].draft_token_ids)
             assert 0 <= pending <= scheduler.num_steps_in_flight + MAX_KNOWN * drafting
             assert not drafting or len(self.plans) == 1
@@ -371,8 +377,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.nothing_leaks()
         assert all(request.finished for request in self.requests.values())
         assert [pool.num_free for pool in self.scheduler.pools] == self.pools
-        assert self.scheduler.num_free_slots == self.max_num_seqs
-        if not self.scheduler.enable_prefix_caching:
+        assert num_free_slots(self.scheduler) == self.max_num_seqs
+        if not self.scheduler._config.enable_prefix_caching:
             assert all(pool.num_cached == 0 for pool in self.scheduler.pools)
 
 
@@ -407,7 +413,9 @@ def test_a_waiting_request_is_admitted_as_early_as_with_a_lookup_in_every_step(s
             "padding": source.choice([None, Padding((2, 8, 12, 24), 2)]),
             "max_mixed_prefill_tokens": source.choice([None, 3, 9]),
         }
-        scheduler, forgetful = Scheduler(**options), ForgetfulScheduler(**options)
+        scheduler, forgetful = (
+            new_scheduler(made, **options) for made in (Scheduler, ForgetfulScheduler)
+        )
         runner = make_runner(scheduler)
         requests = []
         for name in range(12):
@@ -579,12 +587,12 @@ def test_the_next_step_is_scheduled_while_a_token_is_pending():
     scheduler.add(request)
     plans = [scheduler.schedule() for _ in range(3)]
     assert [scheduled(plan) for plan in plans] == [{"r": 3}, {"r": 1}, {"r": 1}]
-    assert (scheduler.num_pending(request), request.num_tokens) == (3, 3)
+    assert (num_pending(scheduler, request), request.num_tokens) == (3, 3)
     assert [plan.new_block_ids for plan in plans] == [{0: ((0,),)}, {}, {0: ((1,),)}]
     for step, plan in enumerate(plans):
         scheduler.update(output_of(plan, (5 + step,)))
     assert request.output_token_ids == [5, 6, 7]
-    assert scheduler.num_pending(request) == 0
+    assert num_pending(scheduler, request) == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -710,7 +718,7 @@ def test_the_number_of_steps_in_flight_changes_no_output():
             scheduler.add(request)
         drain(scheduler, runner)
         assert scheduler.num_preemptions > 0
-        assert (scheduler.prefix_hit_tokens > 0) == caching
+        assert (scheduler.admission.prefix_hit_tokens > 0) == caching
         outputs.append(
             [(r.output_token_ids, r.finish_reason, r.stop_reason, r.error) for r in requests]
         )
@@ -831,7 +839,7 @@ def test_abandoning_the_steps_in_flight_frees_all_their_blocks(num_in_flight):
     assert scheduler.abandon(error) == [], "called again, as after an interrupt"
     assert (running.error, running.finish_reason) == (error, "error")
     check_pool(scheduler)
-    assert (scheduler.pools[0].num_free, scheduler.num_free_slots) == (4, 4)
+    assert (scheduler.pools[0].num_free, num_free_slots(scheduler)) == (4, 4)
     assert list(scheduler.waiting.values()) == list(scheduler.unfinished) == [waiting]
     plan = scheduler.schedule()
     assert (scheduled(plan), plan.finished) == ({"waiting": 7}, ())
@@ -846,9 +854,9 @@ def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
     first = scheduler.schedule()
     second = scheduler.schedule()
     scheduler.update(output_of(first, (1,), (2,)))
-    assert (scheduler.num_pending(a), scheduler.num_pending(b)) == (1, 1)
+    assert (num_pending(scheduler, a), num_pending(scheduler, b)) == (1, 1)
     assert scheduler.schedule() is None, "a waits for the blocks that b has just freed"
-    assert (scheduler.num_preemptions, scheduler.num_pending(b)) == (1, 0)
+    assert (scheduler.num_preemptions, num_pending(scheduler, b)) == (1, 0)
     assert b.status is Status.WAITING
     scheduler.update(output_of(second, (3,), (4,)))
     assert (a.output_token_ids, b.output_token_ids) == ([1, 3], [2])

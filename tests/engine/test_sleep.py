@@ -64,7 +64,7 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
 
 def weight_bytes(llm: LLM) -> int:
     """Return the bytes of memory behind the weights now."""
-    weights = llm._engine.runner.model.weights
+    weights = llm.engine.runner.model.weights
     parts = [weights, *weights.layers]
     tensors = [value for part in parts for value in (getattr(part, f.name) for f in fields(part))]
     return sum(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
@@ -81,7 +81,7 @@ def test_tokens_after_level_1_are_those_before(checkpoint, options):
             asleep = llm.kv_report()
             assert asleep["allocated_bytes"] == 0
             assert asleep["total_bytes"] == report["total_bytes"] > 0
-            on_host = llm._engine.runner.device.type == "cpu"
+            on_host = llm.engine.runner.device.type == "cpu"
             assert weight_bytes(llm) == (held if on_host else 0)
             llm.wake_up()
             assert not llm.is_sleeping()
@@ -122,7 +122,7 @@ def test_nothing_runs_until_all_is_awake(llm, before, tags, asleep):
         lambda: llm.generate(PROMPTS, GREEDY),
         lambda: next(llm.stream([5], GREEDY)),
         lambda: llm.add_request([5], GREEDY),
-        lambda: llm._engine.runner.execute(make_plan(0, {"a": (0, 1, (0,))})),
+        lambda: llm.engine.runner.execute(make_plan(0, {"a": (0, 1, (0,))})),
     ):
         with pytest.raises(RuntimeError, match=refused):
             call()
@@ -193,7 +193,9 @@ def test_outputs_that_nobody_has_taken_survive(llm):
     """Also the request of a forgotten stream counts as ended."""
     forgotten = llm.stream(PROMPTS[1], GREEDY)
     next(forgotten)
-    llm._given_up.extend(llm._groups)  # as if it had been collected within another call
+    llm.shared._given_up.extend(
+        llm.shared._groups
+    )  # as if it had been collected within another call
     llm.add_request(PROMPTS[0], GREEDY, request_id="mine")
     llm.abort("mine")
     llm.sleep()
@@ -296,7 +298,7 @@ def test_a_wake_up_without_room_leaves_everything_asleep(llm, weights, before, m
             r"wake_up: expected room for \d+",
         ),
         (
-            llm._engine.runner._step,
+            llm.engine.runner._step,
             "capture",
             no_room_for_graphs,
             "CUDA graphs: expected room on cpu",
@@ -329,7 +331,7 @@ def test_an_interrupt_at_any_line_leaves_an_engine_that_can_be_woken(llm, weight
     for at in random.Random(0).sample(range(1, counter.num_lines), 10):
         with pytest.raises(KeyboardInterrupt), Interrupt(at).active():
             cycle()
-        refusal = llm._engine.runner._sleep.refusal
+        refusal = llm.engine.runner._sleep.refusal
         if refusal is None:
             assert tokens(llm) == before
         else:
@@ -351,7 +353,7 @@ def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 32}
     tiny_checkpoint(tmp_path, "qwen3", **sizes)
     with make_llm(tmp_path, dtype="bfloat16", num_kv_blocks=65536, max_num_seqs=8) as llm:
-        runner = llm._engine.runner
+        runner = llm.engine.runner
         before, compiled = tokens(llm), llm.metrics()["num_compilations"]
         weights = {
             name: tensor.cpu()
@@ -379,7 +381,7 @@ def test_a_gpu_gets_its_memory_back_and_runs_new_graphs(tmp_path, level):
 
 def test_graphs_are_captured_only_once_weights_and_cache_are_awake(llm, monkeypatch):
     """Graphs hold the addresses of both; a CPU captures none, but in the same order."""
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     captures = []
 
     def capture(*, progress: bool) -> None:

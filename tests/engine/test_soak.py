@@ -107,7 +107,7 @@ def test_a_cycle_of_every_engine_passes(tmp_path: Path):
 @pytest.mark.parametrize("book", ["slots not free", "blocks not free", "feature rows lost"])
 def test_the_books_of_a_soak_find_what_is_lost(soak: Soak, book: str, monkeypatch):
     llm = soak.engines["plain"]
-    scheduler = llm._engine.scheduler
+    scheduler = llm.engine.scheduler
     check_books(llm)
     if book == "slots not free":
         monkeypatch.setattr(scheduler._slots, "free", [*range(MAX_NUM_SEQS - 1)])

@@ -264,7 +264,7 @@ def test_no_token_follows_a_stop_string():
     """A step gives five tokens; the string ends in the second of them."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
     with LLM("tiny", device="cpu", num_kv_blocks=64, speculative=NGRAM) as llm:
-        drafts = llm._engine.scheduler._speculation = RightDrafts({"0": []})
+        drafts = llm.engine.scheduler._speculation = RightDrafts({"0": []})
         free = llm.generate("ROMEO:", params)[0].outputs[0]
         texts = [llm.get_tokenizer().decode(list(free.token_ids[:n])) for n in (7, 8)]
         params = params.clone()
@@ -285,7 +285,7 @@ def test_a_stop_string_goes_before_a_stop_token_of_the_same_step():
     """A step gives five tokens; the string ends in the second of them, the fourth is a stop."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with LLM("tiny", device="cpu", num_kv_blocks=64, speculative=NGRAM) as llm:
-        drafts = llm._engine.scheduler._speculation = RightDrafts({"0": []})
+        drafts = llm.engine.scheduler._speculation = RightDrafts({"0": []})
         free = llm.generate("ROMEO:", params)[0].outputs[0]
         texts = [llm.get_tokenizer().decode(list(free.token_ids[:n])) for n in (7, 8)]
         params = params.clone()
@@ -302,7 +302,7 @@ def test_drafts_accepted_before_nan_are_delivered(ends, monkeypatch):
     """The third row of five has NaN: the request fails, unless a token before it is its last."""
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=0)
     with LLM("tiny", device="cpu", num_kv_blocks=64, speculative=NGRAM) as llm:
-        drafts = llm._engine.scheduler._speculation = RightDrafts({"0": []})
+        drafts = llm.engine.scheduler._speculation = RightDrafts({"0": []})
         free = llm.generate("ROMEO:", params)[0].outputs[0]
         drafts.outputs = {"1": list(free.token_ids)}
         params = params.clone()
@@ -312,7 +312,7 @@ def test_drafts_accepted_before_nan_are_delivered(ends, monkeypatch):
             params.stop_token_ids = [*others, free.token_ids[2]]
         elif ends == "stop string":
             params.stop = [llm.get_tokenizer().decode(list(free.token_ids[:3]))]
-        model = llm._engine.runner.model
+        model = llm.engine.runner.model
         compute = model.compute_logits
 
         def broken(hidden):
@@ -326,7 +326,7 @@ def test_drafts_accepted_before_nan_are_delivered(ends, monkeypatch):
         while llm.has_unfinished_requests():
             outputs = llm.step()
         (output,) = outputs[0].outputs
-        drained(llm._engine)
+        drained(llm.engine)
     assert output.token_ids == free.token_ids[:3]
     found, expected = (
         [each[token].logprob for each, token in zip(o.logprobs, o.token_ids, strict=False)]

@@ -242,7 +242,7 @@ def is_alive(pid: int) -> bool:
 
 
 def pids_of(llm: LLM) -> list[int]:
-    return [member.process.pid for member in llm._core.runner._ranks._members]
+    return [member.process.pid for member in llm.engine.runner._ranks._members]
 
 
 def generated(llm: LLM) -> tuple[int, ...]:
@@ -254,7 +254,7 @@ def check_without_ranks(llm: LLM) -> None:
     with pytest.raises(RuntimeError, match="expected a call in the process that made it"):
         llm.generate({"prompt_token_ids": PROMPT}, GREEDY)
     assert llm.metrics()["num_running_requests"] == 0
-    (member,) = llm._core.runner._ranks._members
+    (member,) = llm.engine.runner._ranks._members
     assert member.connection.closed  # or the rank would not notice the parent's end
     del member
     llm.close()
@@ -303,7 +303,7 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
     with make_llm(checkpoint) as llm:
         assert generated(llm) == expected
         (pid,) = pids_of(llm)
-        (member,) = llm._core.runner._ranks._members
+        (member,) = llm.engine.runner._ranks._members
         with socket.socket(fileno=os.dup(member.connection.fileno())) as end:
             limit = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
         assert struct.unpack("ll", limit) == (ranks.TIMEOUT_SECONDS, 0)
@@ -400,7 +400,7 @@ if __name__ == "__main__":
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     stream = llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
     next(stream)
-    pids = [each.process.pid for each in llm._core.runner._ranks._members]
+    pids = [each.process.pid for each in llm.engine.runner._ranks._members]
     try:  # the signal may come as soon as the pids are printed
         print(json.dumps(pids), flush=True)
         for _ in stream:

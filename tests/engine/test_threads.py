@@ -43,11 +43,11 @@ def in_threads(calls: list[Callable[[], object]]) -> list[object]:
 
 
 def is_idle(llm: LLM) -> bool:
-    scheduler = llm._engine.scheduler
+    scheduler, shared = llm.engine.scheduler, llm.shared
     return (
         not llm.has_unfinished_requests()
         and scheduler.pools[0].num_free == scheduler.pools[0].num_blocks
-        and not any([llm._groups, llm._awaited, llm._undelivered, llm._turns._waiting])
+        and not any([shared._groups, shared._awaited, shared._undelivered, shared.turns._waiting])
     )
 
 
@@ -219,7 +219,7 @@ class Blocked:
 
     def __init__(self, llm: LLM) -> None:
         self.is_in, self.go_on = threading.Event(), threading.Event()
-        self._runner = llm._engine.runner
+        self._runner = llm.engine.runner
         self._execute = self._runner.execute
         self._runner.execute = self
 
@@ -238,7 +238,7 @@ def test_an_interrupt_while_waiting_for_a_turn_leaves_the_engine_idle(roomy, req
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def interrupt() -> None:
-        while main not in llm._turns._waiting:
+        while main not in llm.shared.turns._waiting:
             time.sleep(1e-3)
         time.sleep(0.05)
         signal.pthread_kill(main, signal.SIGINT)
@@ -271,7 +271,7 @@ def test_close_ends_the_calls_of_other_threads(roomy):
 
 def test_a_call_from_within_a_call_is_refused_and_changes_nothing(roomy):
     llm, refused = roomy, []
-    execute = llm._engine.runner.execute
+    execute = llm.engine.runner.execute
 
     def calls_back(plan):
         for call in (llm.step, llm.close, lambda: llm.abort("0")):
@@ -280,7 +280,7 @@ def test_a_call_from_within_a_call_is_refused_and_changes_nothing(roomy):
             refused.append(call)
         return execute(plan)
 
-    llm._engine.runner.execute = calls_back
+    llm.engine.runner.execute = calls_back
     (output,) = llm.generate(list(prompt_of(9)), SamplingParams(max_tokens=20))
     assert refused
     assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
@@ -291,13 +291,13 @@ def test_a_stream_garbage_collected_within_a_step_is_aborted_by_the_next_step(ro
     llm = roomy
     streams = [llm.stream(list(prompt_of(7)), SamplingParams(**LONG))]
     next(streams[0])
-    execute = llm._engine.runner.execute
+    execute = llm.engine.runner.execute
 
     def collects(plan):
         streams.clear()
         return execute(plan)
 
-    llm._engine.runner.execute = collects
+    llm.engine.runner.execute = collects
     (output,) = llm.generate(list(prompt_of(9)), SamplingParams(max_tokens=20))
     assert output.outputs[0].token_ids == expected_tokens(9, max_tokens=20)
     assert is_idle(llm)
@@ -310,7 +310,7 @@ REPORTS = ("metrics", "kv_report", "describe", "is_sleeping")
 
 def test_close_waits_for_a_report_and_later_reports_know_of_it(roomy):
     """``close`` frees what reports read, part by part."""
-    llm, runner, order = roomy, roomy._engine.runner, []
+    llm, runner, order = roomy, roomy.engine.runner, []
     is_read, read_on, is_freed, free_on = (threading.Event() for _ in range(4))
 
     def describe() -> str:
@@ -362,7 +362,7 @@ def test_reports_beside_close_are_reports_or_say_that_it_is_closed():
 
 def test_a_close_from_within_a_report_is_refused_and_changes_nothing(roomy):
     """As from a signal handler: the report would go on to read what has been freed."""
-    llm, runner = roomy, roomy._engine.runner
+    llm, runner = roomy, roomy.engine.runner
 
     def describe() -> str:
         with pytest.raises(RuntimeError, match="from within another call in the same thread"):
@@ -388,7 +388,7 @@ def test_a_report_waits_for_no_step(roomy):
         assert llm.metrics()["num_running_requests"] == 1
         blocked.go_on.set()
         output.result(PATIENCE)
-    runner = llm._engine.runner
+    runner = llm.engine.runner
     execute, found = runner.execute, []
 
     def reporting(plan: object) -> object:
@@ -413,7 +413,7 @@ def test_a_forked_child_has_an_engine_of_its_own(roomy):
     with ThreadPoolExecutor(1) as pool:
         output = pool.submit(llm.generate, [list(prompt_of(3))], SamplingParams(**params))
         assert blocked.is_in.wait(PATIENCE)
-        with llm._turns.reports:
+        with llm.shared.turns.reports:
             in_forked_child(check)
         blocked.go_on.set()
         (own,) = output.result(PATIENCE)

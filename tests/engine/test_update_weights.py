@@ -30,7 +30,7 @@ def make_llm(path: Path | str, **options: object) -> LLM:
 
 
 def own_weights(llm: LLM) -> Weights:
-    model = llm._engine.runner.model
+    model = llm.engine.runner.model
     return checkpoint_tensors(model.config, model.weights)
 
 
@@ -41,7 +41,7 @@ def addresses(llm: LLM) -> list[int]:
 @torch.no_grad()
 def assert_equals(llm: LLM, model: PreTrainedModel) -> None:
     """Greedy tokens are transformers', and log-probabilities of the prompt within rounding."""
-    model = model.to(llm._engine.runner.device)
+    model = model.to(llm.engine.runner.device)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), strict=True):
         drawn = output.outputs[0].token_ids
         ids = torch.tensor([*prompt, *drawn], device=model.device)

@@ -117,7 +117,7 @@ def test_no_step_with_items_synchronises(checkpoint, device):
         for seed in range(2):
             item = MultimodalItem(features=features_of(model, seed, 9), start=4)
             assert item.prepared(64, torch.float32, pin_memory=True).tensor.is_pinned()
-            core = llm._engine
+            core = llm.engine
             request = core.add_request(str(seed), prompt, params, multimodal=[item])
             torch.cuda.set_sync_debug_mode("error" if seed else "default")
             try:

@@ -328,7 +328,7 @@ def test_the_property_covers_preemption_and_hits(case_of):
     for number, order in enumerate(FULL_POOL["rounds"]):
         generate(engine, [case.prompts[index] for index in order], NUM_TOKENS, round=number)
     assert engine.scheduler.num_preemptions > 0
-    assert engine.scheduler.prefix_hit_tokens > 0
+    assert engine.scheduler.admission.prefix_hit_tokens > 0
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.engine.core import derive_seed
+from mrv1.engine.request_maker import derive_seed
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.sampling import sampling_params_of
 from mrv1.runner import SlotRequest, StepPlan, TokenLogprobs

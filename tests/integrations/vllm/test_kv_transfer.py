@@ -139,7 +139,7 @@ def test_a_request_whose_load_failed_fails_alone(llm):
 
 def test_connectors_index_the_elements_that_kernels_wrote():
     with new_llm() as llm:
-        (cache, *_) = llm._core.runner.kv_cache.layers
+        (cache, *_) = llm.engine.runner.kv_cache.layers
         view = connector_view(cache)
         cache.k.copy_(torch.arange(cache.k.numel()).view(cache.k.shape))
         cache.v.copy_(-cache.k)

@@ -1,0 +1,45 @@
+"""A model's own encoder of images and videos, loaded for the first conversation with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mrv1.config import EngineConfig
+from mrv1.engine.guards import Turns
+from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
+from mrv1.multimodal import Video, VisionEncoder
+
+
+class ImageEncoder:
+    """Encodes for one thread at a time, which takes no turn of the engine."""
+
+    def __init__(self) -> None:
+        self._encoder: VisionEncoder | None = None
+        self._turns = Turns()
+
+    def encode(
+        self,
+        config: EngineConfig,
+        token_ids: Sequence[int],
+        images: Sequence[object],
+        videos: Sequence[Video],
+    ) -> dict[str, Any]:
+        """Return a prompt with images, as ``VisionEncoder.prompt`` does."""
+
+        def encoded() -> dict[str, Any]:
+            if self._encoder is None:
+                self._encoder = VisionEncoder(
+                    config.model, device=config.vision_device, dtype=config.dtype
+                )
+            return self._encoder.prompt(token_ids, images, videos)
+
+        try:
+            return self._turns.take(encoded)
+        except (ConfigError, UnsupportedDeviceError) as error:
+            name = "videos" if videos else "images"
+            raise RequestError(f"{name}: {error}") from error
+
+    def close(self) -> None:
+        """Give the encoder's memory back."""
+        self._turns.take(setattr, self, "_encoder", None)
