@@ -28,7 +28,7 @@ from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import kernel_path, resolve_device, resolve_dtype
 from mrv1.engine import EngineCore
-from mrv1.engine.core import Metrics
+from mrv1.engine.reports import Metrics
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, random_weights
 from mrv1.provenance import provenance

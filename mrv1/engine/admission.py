@@ -113,8 +113,8 @@ class Admission:
             # slots. A more urgent request takes such a slot, and they follow it.
             if len(free) <= self.prefix_waits.num_before(request):
                 break
-            room = budget.room
-            left = request, budget.num_left, self._features.num_held, room and room.num_left
+            num_in_room = None if budget.room is None else budget.room.num_left
+            left = request, budget.num_left, self._features.num_held, num_in_room
             if self.blocked == left and not self._pools.has_changed:
                 break
             hit = self._prefix_cache.find(request)

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 from uuid import uuid4
 
@@ -250,12 +249,7 @@ class AsyncLLM:
         """Return the engine itself."""
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Shut down; the event loop runs on meanwhile."""
         await asyncio.to_thread(self.shutdown)
 
@@ -331,8 +325,7 @@ class _EngineThread:
         """Return the stream of a new request; called in the event loop.
 
         Raises:
-            CapacityError: the queue is full.
-            StepError, RuntimeError: as ``check_open``.
+            CapacityError: the queue is full; others as ``check_open``.
         """
         stream = _Stream(req_id, num_outputs)
         self.check_process()  # before the lock, which a thread of the parent may have had
@@ -375,11 +368,7 @@ class _EngineThread:
         return os.getpid() == self._process
 
     def submit(self, call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
-        """Have the engine's thread make a call before its next step.
-
-        Raises:
-            StepError, RuntimeError: as ``check_open``.
-        """
+        """Have the engine's thread make a call before its next step; errors as ``check_open``."""
         future: Future[R] = Future()
         self.check_process()
         with self._lock:

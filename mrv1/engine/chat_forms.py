@@ -66,9 +66,7 @@ class Forms:
 class Probe:
     """A conversation of the same shape, each of its texts a word that occurs nowhere else.
 
-    Args:
-        messages: the conversation.
-        keep_texts: put the words behind the texts instead, for a template that asks for them.
+    With ``keep_texts`` the words follow the texts, for a template that asks for them.
     """
 
     def __init__(self, messages: Sequence[ChatMessage], *, keep_texts: bool = False) -> None:

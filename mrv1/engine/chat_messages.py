@@ -29,13 +29,10 @@ class Visuals(NamedTuple):
 def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
     """Return a copy of a conversation's messages.
 
-    Args:
-        messages: the conversation.
-        visuals: gets the images and videos, which leave empty parts in the messages.
+    ``visuals`` gets the images and videos, which leave empty parts in the messages.
 
     Raises:
-        RequestError: a message has the wrong shape, or a value that is not JSON; the error names
-            its place.
+        RequestError: a message has the wrong shape or a value that is not JSON; it names where.
     """
     if not isinstance(messages, Sequence) or not is_list(messages):
         raise RequestError(

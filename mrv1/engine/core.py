@@ -120,12 +120,6 @@ class EngineCore:
         The other outputs are its ``followers``: requests named ``(req_id, 1)`` and so on. A
         request has copies of all that it is given: the caller may change its own afterwards.
 
-        Args:
-            req_id: name of the request.
-            prompt_token_ids: at least one token.
-            params: sampling parameters.
-            **options: see ``RequestOptions``.
-
         Raises:
             RequestError: as ``RequestMaker.make``; or the id is in use, or the request can never
                 fit; nothing is queued.
@@ -175,11 +169,9 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch steps up to the limit in flight, and take in the oldest step's result.
 
-        An interrupt, like any other exception but a ``StepError``, ends every running request: the
-        results of launched steps are never read. The next call returns these requests.
-
-        Returns:
-            The requests that got a token or ended.
+        Returns the requests that got a token or ended. An interrupt, like any other exception but
+        a ``StepError``, ends every running request: the results of launched steps are never read.
+        The next call returns these requests.
         """
         start = time.perf_counter()
         waited = self._counters.wait_seconds
@@ -213,11 +205,7 @@ class EngineCore:
         self._drain()
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
-        """Tell ``listener`` of the keys and values of every step launched from now on.
-
-        Args:
-            listener: see ``KVListener``; None = no listener.
-        """
+        """Tell a listener of the keys and values of every step from now on; None = none."""
         self.runner.set_kv_listener(listener)
 
     @recovers
@@ -285,11 +273,9 @@ class EngineCore:
     def _launch(self) -> bool:
         """Launch steps up to the limit in flight, but none after a launch that failed.
 
-        A later step would depend on device state that the failed launch has not written.
-
-        Returns:
-            Whether the newest step has grammars: its result is taken in while the layers of the
-            next step run.
+        A later step would depend on device state that the failed launch has not written. Return
+        whether the newest step has grammars: its result is taken in while the layers of the next
+        step run.
         """
         while len(self._in_flight) < self.config.steps_in_flight:
             if self._in_flight and isinstance(self._in_flight[-1][1], StepError):

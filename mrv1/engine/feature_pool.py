@@ -28,9 +28,6 @@ class FeaturePool:
     until another item needs them, least recently used first: an item with the same content hash
     takes them as they are. Rows may be given away while a step that reads them is in flight,
     because the runner's copies and steps run in the order of their launches.
-
-    Args:
-        num_rows: rows of the buffer.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -77,16 +74,9 @@ class FeaturePool:
         return sum(entry.num_rows for entry in entries)
 
     def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
-        """Return how far a chunk ``[start, end)`` gets with the rows that can be had.
+        """Return how far a chunk gets: its end, or the first item without enough rows.
 
-        Args:
-            request: a request.
-            start: first token of the chunk.
-            end: end of the chunk.
-            takes: whether the request may take rows that no running request holds.
-
-        Returns:
-            ``end``, or the start of the first item that cannot get its rows.
+        With ``takes`` the request may take rows that no running request holds.
         """
         num_left = self.num_rows - self.num_held if takes else 0
         fresh: set[bytes] = set()
@@ -103,8 +93,7 @@ class FeaturePool:
     def hold(self, request: Request, start: int, end: int) -> list[StagedFeatures]:
         """Let a request hold the items of a chunk, whose end is as ``reach`` returned it.
 
-        Returns:
-            The items that must be staged before the step; they count as staged from now on.
+        Returns the items to be staged before the step; they count as staged from now on.
         """
         held = self._items.setdefault(request, [])
         staged = []

@@ -61,14 +61,9 @@ class HeadPools:
         return -(-num_tokens // self.block_size)
 
     def lacking(self, num_tokens: int, chunk: int) -> tuple[int, int] | None:
-        """Return a group that is too small for a request on its own; None = every group suffices.
+        """Return a group that is too small for a request of ``num_tokens``, and the blocks needed.
 
-        Args:
-            num_tokens: most tokens that the request may reach.
-            chunk: most tokens of one step.
-
-        Returns:
-            The group, and the number of its blocks that the request may need at once.
+        A step computes ``chunk`` tokens of it at most. None = every group suffices.
         """
         num_blocks = self.blocks_for(num_tokens)
         for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
@@ -140,11 +135,8 @@ class HeadPools:
         """Return, per group, the blocks of the longest prefix that every group has.
 
         A group with a window needs only the blocks that the token after the prefix sees: its
-        other blocks are ``GIVEN_UP``.
-
-        Args:
-            digests: digests of the blocks of a prefix, in order.
-            cut: maps a number of blocks to the number, no larger, that a hit may have.
+        other blocks are ``GIVEN_UP``. ``cut`` maps a number of blocks to the number, no larger,
+        that a hit may have.
         """
         found: dict[int, list[int]] = {}
         for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
@@ -208,15 +200,11 @@ class HeadPools:
         return any(pool.has_changed for pool in self._pools)
 
     def lacks(self, blocks: GroupBlocks, num_tokens: int, end: int) -> bool:
-        """Return whether a group has too few free blocks to admit a request.
+        """Return whether a group has too few free blocks for a request that shares ``blocks``.
 
-        A group of full heads needs blocks for all known tokens. A group with a window frees blocks
-        as the window moves, so that it needs blocks only for the tokens up to ``end``.
-
-        Args:
-            blocks: cached blocks that the request would share.
-            num_tokens: known tokens of the request.
-            end: tokens of the request that are computed after the step.
+        A group of full heads needs blocks for all ``num_tokens`` known tokens. A group with a
+        window frees blocks as the window moves, so that it needs blocks only for the tokens up to
+        ``end``, the tokens that are computed after the step.
         """
         for pool, seen, own in zip(self._pools, self.keeps, blocks, strict=True):
             num_blocks = self.blocks_for(num_tokens if seen.is_full else end)

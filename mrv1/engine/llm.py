@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack, cast
 
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
@@ -310,15 +309,7 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yield the answer to one conversation as it grows, as ``stream`` does.
 
-        Args:
-            messages: the conversation.
-            sampling_params: None as in ``generate``.
-            multimodal: the items of the conversation, as in ``chat``.
-            **options: how the conversation becomes a prompt, as in ``chat``.
-
-        Raises:
-            RequestError: as in ``chat``; at once if the conversation has no prompt.
-            StepError: a step of the request failed, or the GPU has failed before.
+        Arguments and errors are those of ``chat``; at once if the conversation has no prompt.
         """
         prompt = with_items(self.chat_prompt(messages, **options), multimodal)
         return self.stream(prompt, sampling_params)
@@ -326,14 +317,8 @@ class LLM:
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """Return one conversation as the prompt that the chat template writes.
 
-        ``generate``, ``stream`` and ``add_request`` add no special tokens to this prompt.
-
-        Args:
-            messages: the conversation.
-            **options: as in ``chat``.
-
-        Raises:
-            RequestError: as in ``chat``.
+        ``generate``, ``stream`` and ``add_request`` add no special tokens to it. Arguments and
+        errors are those of ``chat``.
         """
         return self._template(options).prompt(messages)
 
@@ -519,11 +504,6 @@ class LLM:
         """Return the engine itself."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()

@@ -52,9 +52,7 @@ class PrefixWaits:
     def try_wait(self, request: Request, num_cached: int) -> bool:
         """Let a request wait if it shares a prefix that is being computed; return whether it does.
 
-        Args:
-            request: could be admitted now; its digests are known.
-            num_cached: tokens of its prefix that are computed already.
+        The request could be admitted now, with ``num_cached`` tokens of its prefix.
         """
         num_usable = (request.num_tokens - 1) // self._block_size
         last = num_cached // self._block_size + self._least_blocks - 1

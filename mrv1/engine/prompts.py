@@ -140,18 +140,11 @@ def params_per_prompt(
     """Return a request's own parameters for each prompt."""
     if params is None:
         params = default
-    if isinstance(params, SamplingParams):
-        return [own_params(params)] * num_prompts
-    if not isinstance(params, Sequence):
+    if isinstance(params, str) or not isinstance(params, SamplingParams | Sequence):
         raise RequestError(
             f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
         )
-    if len(params) != num_prompts:
-        raise RequestError(
-            f"sampling_params: expected one, or {num_prompts} for {num_prompts} prompts, "
-            f"got {len(params)}"
-        )
-    return [own_params(each) for each in params]
+    return [*map(own_params, per_prompt("sampling_params", params, num_prompts))]
 
 
 def per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:

@@ -124,15 +124,10 @@ def check_order(priority: object, fairness_id: object, config: EngineConfig) -> 
 def check_logprob_memory(
     request: Request, others: Iterable[Request], config: EngineConfig, vocab_size: int
 ) -> None:
-    """Raise unless the host has memory for the log-probabilities that a request may report.
+    """Raise unless the host has memory for the log-probabilities that a new request may report.
 
-    Only fields that ask for more than ``FEW_LOGPROBS`` at each position count.
-
-    Args:
-        request: a new request, with its followers.
-        others: unfinished requests. Their memory counts as if none of it were allocated yet.
-        config: the engine's configuration.
-        vocab_size: the model's vocabulary.
+    Only fields that ask for more than ``FEW_LOGPROBS`` at each position count. The memory of
+    ``others``, the unfinished requests, counts as if none of it were allocated yet.
 
     Raises:
         RequestError: there is too little memory; the message has the figures.

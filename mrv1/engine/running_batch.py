@@ -197,15 +197,10 @@ class RunningBatch:
     def enter(
         self, request: Request, blocks: list[list[int]], end: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Give a request a slot, and the blocks of its first ``end`` tokens.
+        """Give a waiting request a slot, and the blocks of its first ``end`` tokens.
 
-        Args:
-            request: a waiting request.
-            blocks: per group, cached blocks of its prefix; new blocks are appended in place.
-            end: tokens of the request that are computed after the step.
-
-        Returns:
-            All blocks of the request, per group.
+        New blocks are appended in place to ``blocks``, the cached blocks of its prefix per group.
+        Returns all of them.
         """
         pools, slots = self._pools, self._slots
         num_cached = len(blocks[0]) * pools.block_size
@@ -282,11 +277,8 @@ class RunningBatch:
     def shrink(self, request: Request, end: int, new_blocks: NewBlocks) -> None:
         """Give back the blocks that a request's first ``end`` tokens do not need.
 
-        Args:
-            request: a request that computes tokens in the step that is being planned.
-            end: tokens of the request that are computed after the step.
-            new_blocks: blocks that the step has allocated, of which some are given back: no step
-                has used them; *changed* in place.
+        They are taken from ``new_blocks``, the blocks that the step which is being planned has
+        allocated: no step has used them.
         """
         pools, slot = self._pools, request.slot
         count = int(self._slots.capacity[slot]) // pools.block_size - pools.blocks_for(end)
@@ -368,9 +360,7 @@ class RunningBatch:
     def settle(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
         """Count what a step with drafts has computed, once its tokens are appended to requests.
 
-        Args:
-            step: the step as it was launched.
-            succeeded: as in ``land``.
+        ``succeeded`` is as in ``land``.
         """
         ones = np.ones(len(step.ends), dtype=np.bool_)
         for row in (ones if succeeded is None else succeeded).nonzero()[0].tolist():
@@ -394,9 +384,7 @@ class RunningBatch:
     def land(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
         """Record that a step is over, and free the blocks that left a window.
 
-        Args:
-            step: the step as it was launched.
-            succeeded: ``[rows]`` whether the request still runs and did not fail; None = all.
+        ``succeeded`` is ``[rows]`` whether the request still runs and did not fail; None = all.
         """
         index, ends = step.rows.index, step.ends
         if succeeded is not None:

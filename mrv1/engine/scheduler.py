@@ -147,14 +147,9 @@ class Scheduler:
     def stop(self, request: Request, reason: str, num_output_tokens: int) -> None:
         """End a request's output with one of its tokens, for a reason such as a stop string.
 
-        A request that has already ended, even with an error, gets this reason in place of its own:
-        without drafts it would have ended with that token.
-
-        Args:
-            request: the request.
-            reason: the stop string.
-            num_output_tokens: tokens of the output; later ones, which a step with drafts may have
-                given, are dropped.
+        Tokens after the first ``num_output_tokens``, which a step with drafts may have given, are
+        dropped. A request that has already ended, even with an error, gets this reason in place of
+        its own: without drafts it would have ended with that token.
         """
         if not request.finished:
             self._finish(request, "stop")
@@ -197,7 +192,7 @@ class Scheduler:
             return None
         if drafts and (plan := self._plan_with_drafts(drafts)) is not None:
             return plan
-        step = self._run_on()
+        step = self._plan_running()
         self.admission.admit(step, self._budget)
         if step.continued is None:
             self._give_rest(step)
@@ -211,9 +206,10 @@ class Scheduler:
         grammar: masks are made for one token. Drafts follow known tokens: their step is the only
         one in flight.
         """
-        speculation, rows, slots = self._speculation, self._batch.rows, self._slots
+        speculation = self._speculation
         if speculation is None:
             return {}
+        rows, slots = self._batch.rows, self._slots
         if self._in_flight and self._in_flight[-1].draft_token_ids:
             return None
         if rows.any_grammars or self.features.has_users or (self.waiting and slots.free):
@@ -249,7 +245,7 @@ class Scheduler:
         newest = self._batch.newest
         return [] if newest is None else newest.rows_with_grammars
 
-    def _run_on(self) -> NextStep:
+    def _plan_running(self) -> NextStep:
         """Return the step of all running requests: all their tokens, or their share of them."""
         batch, slots, budget = self._batch, self._slots, self._budget
         rows, continued = batch.rows, batch.continued
@@ -366,10 +362,7 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------
 
     def update(self, output: StepOutput) -> list[Request]:
-        """Apply the output of the oldest step in flight.
-
-        Returns:
-            The requests that got a token or ended.
+        """Apply the oldest step's output; return the requests that got a token or ended.
 
         Raises:
             RuntimeError: the output is of a different step, or has not as many rows as its plan.

@@ -12,12 +12,7 @@ from mrv1.runner.step import Int64Array
 
 
 class SlotTable:
-    """Counts of the request in each slot, and the slots that are free.
-
-    Args:
-        num_slots: entries of every column.
-        streaming_groups: head groups whose heads have a window.
-    """
+    """Counts of the request in each slot, and the slots that are free."""
 
     def __init__(self, num_slots: int, streaming_groups: Iterable[int]) -> None:
         def column() -> Int64Array:

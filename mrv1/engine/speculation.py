@@ -26,9 +26,7 @@ class Speculation:
     ) -> dict[int, tuple[int, ...]]:
         """Return the drafts of a step by row; none if too few would be accepted to be worth it.
 
-        Args:
-            requests: requests of the step's rows.
-            room: for each row the most drafts that it may have.
+        ``room`` has for each row the most drafts that it may have.
         """
         drafts, gain = {}, 0.0
         for row, (request, most) in enumerate(zip(requests, room, strict=True)):
@@ -46,10 +44,8 @@ class Speculation:
     def note(self, step: LaunchedStep, output: StepOutput, succeeded: BoolArray | None) -> None:
         """Count the drafts that were accepted in a step that is over.
 
-        Args:
-            step: the step as it was launched.
-            output: the output of the step, whose tokens are appended to their requests.
-            succeeded: ``[rows]`` whether the request still runs and did not fail; None = all.
+        The tokens of ``output`` are appended to their requests. ``succeeded`` is ``[rows]``
+        whether the request still runs and did not fail; None = all.
         """
         for row, drafts in enumerate(step.draft_token_ids):
             if not drafts or not (succeeded is None or succeeded[row]):

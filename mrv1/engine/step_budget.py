@@ -14,11 +14,7 @@ from mrv1.engine.slot_table import SlotTable
 
 
 class TokenRoom:
-    """The prompt tokens that a step with decodes may still have.
-
-    Args:
-        num_tokens: most tokens of all chunks together.
-    """
+    """The prompt tokens that a step with decodes may still have, all its chunks together."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_left = num_tokens
@@ -75,7 +71,9 @@ class StepBudget:
         self._slots = slots
         self._limited: list[Request] = []
         """Running requests with a long prompt that got fewer than the threshold's tokens."""
-        self.forget_promise()
+        self._promise: tuple[Request, int] | None = None
+        """The request whose unsplittable span has too few tokens left in this step, and the
+        tokens of the span."""
         self.start(0)
 
     def start(self, num_tokens: int) -> None:
@@ -97,9 +95,8 @@ class StepBudget:
     ) -> None:
         """Find out whether chunks must be cut: for decodes, or because they are long.
 
-        Args:
-            counts: tokens that each running request wants.
-            prompt_tokens: ``Admission.num_prompt_tokens``.
+        ``counts`` are the tokens that each running request wants, and ``prompt_tokens`` is
+        ``Admission.num_prompt_tokens``.
         """
         chunks = counts[counts > 1]
         most_per_request = self._threshold or self._max_tokens + 1
@@ -131,11 +128,7 @@ class StepBudget:
     def fit(self, request: Request, start: int, count: int, *, enters: bool = False) -> int:
         """Return how many of a request's ``count`` tokens from ``start`` on the step may have.
 
-        Args:
-            request: a running request, or with ``enters`` a waiting one.
-            start: tokens of the request that are computed.
-            count: known tokens that follow.
-            enters: whether the request may get a slot in this step.
+        ``enters``: the request waits, and may get a slot in this step.
         """
         if enters or (self.promised is not None and request is self.promised[0]):
             self._num_kept = 0
@@ -168,9 +161,7 @@ class StepBudget:
 
     def forget_promise(self) -> None:
         """Keep no tokens in the next step."""
-        self._promise: tuple[Request, int] | None = None
-        """The request whose unsplittable span has too few tokens left in this step, and the
-        tokens of the span."""
+        self._promise = None
 
     # --- rest and trim ----------------------------------------------------------------------
 
@@ -178,15 +169,8 @@ class StepBudget:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.
 
         Not to those with items or spans, which are served in their turn; and no request is
-        preempted for them.
-
-        Args:
-            step: its ``ends`` are raised in place.
-            batch: the running requests.
-            num_free: blocks that can be allocated.
-
-        Returns:
-            Whether a request has got more tokens.
+        preempted for them: ``num_free`` blocks can be allocated. Raises ``step.ends`` in place;
+        returns whether there were long prompts to serve.
         """
         limited, self._limited = self._limited, []
         if not limited or step.is_starved:
@@ -211,21 +195,19 @@ class StepBudget:
     def trim(
         self, step: NextStep, batch: RunningBatch, in_order: Callable[[], Sequence[Request]]
     ) -> dict[Request, int]:
-        """Return the requests whose chunks should be shorter, and where each then ends.
+        """Shorten chunks if the step then fills a smaller graph and that saves time.
 
-        The step then fills a smaller graph, and that saves time. First those that do not end their
-        prompt are cut, so that short prompts do not wait for long ones; the newest first. Each
-        keeps at least a block's tokens. A step that is full stays so, for the bounds of prompts
-        that wait. Items and spans are not cut.
-
-        Args:
-            step: the step; its ``ends`` are lowered in place.
-            batch: the running requests.
-            in_order: returns the running requests in the order in which they are served.
+        First those that do not end their prompt, so that short prompts do not wait for long ones;
+        the newest first, as ``in_order`` returns the running requests in the order of service.
+        Each keeps at least a block's tokens. A step that is full stays so, for the bounds of
+        prompts that wait. Items and spans are not cut. Lowers ``step.ends`` in place; returns the
+        requests that are cut, each with its end.
         """
+        if self._padding is None:
+            return {}
         slots, index, ends = self._slots, batch.rows.index, step.ends
         counts = ends - slots.num_computed[index]
-        if self._padding is None or int(counts.sum()) == self._max_tokens:
+        if int(counts.sum()) == self._max_tokens:
             return {}
         surplus = self._padding.surplus(int(counts[counts > 1].sum()))
         if not surplus:

@@ -39,11 +39,8 @@ def take_output(
 ) -> StepResult:
     """Append tokens and log-probabilities to the requests of a step, and find requests that end.
 
-    Args:
-        step: the step as it was launched.
-        output: the output of the step.
-        live: ``[rows]`` whether the request still has its slot; None = true for all.
-        custom_masks: names of features that may mask tokens of every request, for errors.
+    ``live`` is ``[rows]`` whether the request still has its slot; None = true for all.
+    ``custom_masks`` names features that may mask tokens of every request, for errors.
     """
     rows = step.rows
     requests: Sequence[Request] = rows.requests
@@ -182,11 +179,7 @@ def _failure(
 def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int, num_tokens: int) -> None:
     """Append a row's log-probabilities, without prompt positions that are known already.
 
-    Args:
-        step: the step as it was launched.
-        output: the output of the step.
-        row: the row.
-        num_tokens: how many of the row's tokens are appended to its request.
+    ``num_tokens`` of the row's tokens are appended to its request.
     """
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:

@@ -115,9 +115,8 @@ class Tokenizer:
     def with_special_tokens(self, *, skip: bool, spaces: bool) -> Tokenizer:
         """Return a tokenizer that differs in what it does with special tokens.
 
-        Args:
-            skip: leave special tokens out of texts, as this tokenizer does.
-            spaces: if not, write no space between two added tokens that follow one another.
+        With ``skip`` it leaves them out of texts, as this tokenizer does; without ``spaces`` it
+        writes no space between two added tokens that follow one another.
         """
         if skip or self._tokenizer is None:
             return self
