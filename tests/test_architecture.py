@@ -688,7 +688,7 @@ BREAKING = [
     (no_circle, "kernels.registry", "from mrv1 import kernels"),
     (no_private_name_across_files, "runner.step", "from mrv1.sampler.params import _plain"),
     (no_private_name_across_files, "runner.step", "from mrv1 import lazy\nlazy._names"),
-    (no_private_name_across_files, "engine.async_llm", "def f(llm):\n    llm._give_up(1)"),
+    (no_private_name_across_files, "engine.async_llm", "def f(llm):\n    llm._turns.take(f)"),
     (no_long_class, "engine.llm", "class LLM:\n" + "    x = 1\n" * 500),
     (
         no_long_signature,

@@ -7,13 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from mrv1.engine.chat_forms import Forms, Probe
-from mrv1.engine.chat_messages import (
-    ChatMessage,
-    Visuals,
-    checked_messages,
-    is_list,
-    json_value,
-)
+from mrv1.engine.chat_messages import ChatMessage, Visuals, checked_messages, is_list, json_value
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
 from mrv1.errors import RequestError
 from mrv1.multimodal import Video

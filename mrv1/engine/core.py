@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import recovers
 from mrv1.engine.intake import own_params, own_value
-from mrv1.engine.reports import LoopCounters, Metrics, engine_metrics, kv_usage
+from mrv1.engine.reports import LoopCounts, Metrics, engine_metrics, kv_usage
 from mrv1.engine.request import Request, Status
 from mrv1.engine.request_limits import check_logprob_memory
 from mrv1.engine.request_maker import RequestMaker, RequestOptions, derive_seed
@@ -101,7 +101,9 @@ class EngineCore:
         self._lost: StepError | None = None
         """The error that lost the device: the driver refuses every call after it."""
         self._num_added = 0
-        self._counters = LoopCounters()
+        self._counts = LoopCounts(
+            num_steps=0, num_prompt_tokens=0, grammar_waits=0, host_seconds=0.0, wait_seconds=0.0
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -163,7 +165,7 @@ class EngineCore:
     def _queue(self, request: Request) -> None:
         self.scheduler.add(request)
         self._num_added += 1
-        self._counters.num_prompt_tokens += len(request.prompt_token_ids)
+        self._counts["num_prompt_tokens"] += len(request.prompt_token_ids)
 
     @recovers
     def step(self) -> list[Request]:
@@ -174,7 +176,7 @@ class EngineCore:
         The next call returns these requests.
         """
         start = time.perf_counter()
-        waited = self._counters.wait_seconds
+        waited = self._counts["wait_seconds"]
         try:
             awaits_masks = self._launch()
             if self._in_flight and not awaits_masks:
@@ -182,7 +184,7 @@ class EngineCore:
             self._drain()
         finally:
             elapsed = time.perf_counter() - start
-            self._counters.host_seconds += elapsed - (self._counters.wait_seconds - waited)
+            self._counts["host_seconds"] += elapsed - (self._counts["wait_seconds"] - waited)
         changed, self._changed = self._changed, []
         return changed
 
@@ -215,11 +217,6 @@ class EngineCore:
             return False
         self.scheduler.reset_prefix_cache()
         return True
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are asleep."""
-        return self.runner.is_sleeping
 
     def sleep(self, level: int = 1) -> None:
         """Free device memory until ``wake_up``, and empty the prefix cache.
@@ -311,7 +308,7 @@ class EngineCore:
                 self.scheduler.fail(request, failure)
                 self._changed.append(request)
         if self._lost is None:
-            self._counters.grammar_waits += 1
+            self._counts["grammar_waits"] += 1
             bitmask = np.stack([*masks.values()]) if masks else None
             try:
                 self._in_flight.append((plan, self.runner.sample(bitmask, [*masks])))
@@ -323,9 +320,9 @@ class EngineCore:
         plan, output = self._in_flight[0]
         start = time.perf_counter()
         outcome = output if isinstance(output, StepError) else output.take()
-        self._counters.wait_seconds += time.perf_counter() - start
+        self._counts["wait_seconds"] += time.perf_counter() - start
         self._in_flight.popleft()
-        self._counters.num_steps += 1
+        self._counts["num_steps"] += 1
         if not isinstance(outcome, StepError):
             self._changed += self.scheduler.update(outcome)
             return
@@ -341,10 +338,8 @@ class EngineCore:
     def _recover(self, error: BaseException) -> None:
         """End every running request and start over; the next ``step`` returns these requests."""
         if not isinstance(error, StepError):
-            step_id = (
-                self._in_flight[0][0].step_id if self._in_flight else self._counters.num_steps
-            )
-            error = StepError(repr(error), step_id=step_id)
+            step_ids = [*(plan.step_id for plan, _ in self._in_flight), self._counts["num_steps"]]
+            error = StepError(repr(error), step_id=step_ids[0])
         self._in_flight.clear()
         self._changed += self.scheduler.abandon(error)
         if self._lost is None:
@@ -356,4 +351,4 @@ class EngineCore:
 
     def metrics(self) -> Metrics:
         """Return the counters as a plain dict."""
-        return engine_metrics(self._counters, self.scheduler, self.runner, self._speculation)
+        return engine_metrics(self._counts, self.scheduler, self.runner, self._speculation)

@@ -36,9 +36,7 @@ class Recoverable(Protocol):
 Object = TypeVar("Object", bound=Recoverable)
 
 
-def recovers(
-    method: Callable[Concatenate[Object, P], R],
-) -> Callable[Concatenate[Object, P], R]:
+def recovers(method: Callable[Concatenate[Object, P], R]) -> Callable[Concatenate[Object, P], R]:
     """Make a method leave its object consistent: changed completely, or recovered.
 
     A ``RequestError`` or ``ConfigError`` means that nothing was changed. After any other exception
@@ -126,9 +124,7 @@ class TakesTurns(Protocol):
 Shared = TypeVar("Shared", bound=TakesTurns)
 
 
-def in_turn(
-    method: Callable[Concatenate[Shared, P], R],
-) -> Callable[Concatenate[Shared, P], R]:
+def in_turn(method: Callable[Concatenate[Shared, P], R]) -> Callable[Concatenate[Shared, P], R]:
     """Make a method wait until no other thread runs an ``in_turn`` method of the object."""
 
     @wraps(method)
@@ -138,9 +134,7 @@ def in_turn(
     return waiting
 
 
-def reports(
-    method: Callable[Concatenate[Shared, P], R],
-) -> Callable[Concatenate[Shared, P], R]:
+def reports(method: Callable[Concatenate[Shared, P], R]) -> Callable[Concatenate[Shared, P], R]:
     """Make a method, which only reads, hold ``Turns.reports``: it takes no turn.
 
     So it need not wait for a step, and may be called in the middle of one.

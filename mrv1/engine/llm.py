@@ -413,7 +413,7 @@ class LLM:
     @reports
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are asleep; requests are then refused."""
-        return self.engine.is_sleeping
+        return self.engine.runner.is_sleeping
 
     @in_turn
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:

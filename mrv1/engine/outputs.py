@@ -41,22 +41,22 @@ class CompletionOutput:
 
     index: int
     """Index among the request's ``n`` sequences."""
-    text: str
+    text: str = ""
     """Output without special tokens (if ``skip_special_tokens``) and, unless
     ``include_stop_str_in_output``, without the stop string, sequence or token. While the request
     runs, an end that may become a stop string or sequence is left out. The text continues the
     prompt's: a space between the two is in it. Empty without a tokenizer or with
     ``detokenize=False``."""
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...] = ()
     """All generated tokens, a stop token or sequence included."""
-    cumulative_logprob: float | None
+    cumulative_logprob: float | None = None
     """Sum of the log-probabilities of ``token_ids``; None if not requested with ``logprobs``."""
-    logprobs: tuple[dict[int, Logprob], ...] | None
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
     """For each of ``token_ids``, by id: the token itself, the likeliest tokens and the tokens of
     ``logprob_token_ids``; None if not requested."""
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None = None
     """``"stop"``, ``"length"``, ``"abort"``, ``"error"``, or None while the request runs."""
-    stop_reason: int | str | tuple[int, ...] | None
+    stop_reason: int | str | tuple[int, ...] | None = None
     """The element of ``stop_token_ids``, ``stop`` or ``stop_token_sequences`` that ended the
     output; None for end-of-sequence tokens and other reasons."""
     error: Mrv1Error | None = None
@@ -70,8 +70,8 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     """The prompt as it was given, if it was text; None for a prompt of token ids."""
-    prompt_token_ids: tuple[int, ...]
-    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None
+    prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     """For each of ``prompt_token_ids``, as in ``CompletionOutput.logprobs``; None for the first
     token, which has no context. None as a whole if not requested, or not known yet."""
     outputs: tuple[CompletionOutput, ...]
@@ -81,5 +81,5 @@ class RequestOutput:
     error: Mrv1Error | None
     """The error of the first output, if all outputs have failed; ``outputs`` then holds the tokens
     and texts before the failure."""
-    metrics: RequestMetrics | None
+    metrics: RequestMetrics | None = None
     """None for a request that was refused."""

@@ -141,9 +141,5 @@ class PrefixCache:
         if start + block_size <= num_tokens:
             token_ids = request.token_ids(start, num_tokens)
             extend_chain(
-                request.block_digests,
-                token_ids,
-                block_size,
-                request.cache_key,
-                request.key_spans,
+                request.block_digests, token_ids, block_size, request.cache_key, request.key_spans
             )

@@ -45,12 +45,7 @@ class Submission:
 
 
 def make_group(
-    engine: EngineCore,
-    tokenizer: Tokenizer,
-    given: Submission,
-    req_id: str,
-    *,
-    is_awaited: bool,
+    engine: EngineCore, tokenizer: Tokenizer, given: Submission, req_id: str, *, is_awaited: bool
 ) -> RequestGroup:
     """Return the request of a submission; changes nothing, so that any thread may call it."""
     prompt, params = given.prompt, given.params
@@ -138,13 +133,12 @@ def params_per_prompt(
     default: SamplingParams,
 ) -> list[SamplingParams]:
     """Return a request's own parameters for each prompt."""
-    if params is None:
-        params = default
-    if isinstance(params, str) or not isinstance(params, SamplingParams | Sequence):
+    given: object = default if params is None else params
+    if isinstance(given, str) or not isinstance(given, SamplingParams | Sequence):
         raise RequestError(
-            f"sampling_params: expected SamplingParams or a list, got {type(params).__name__}"
+            f"sampling_params: expected SamplingParams or a list, got {type(given).__name__}"
         )
-    return [*map(own_params, per_prompt("sampling_params", params, num_prompts))]
+    return [*map(own_params, per_prompt("sampling_params", given, num_prompts))]
 
 
 def per_prompt(name: str, value: object, num_prompts: int) -> Sequence[Any]:
@@ -184,23 +178,10 @@ def _text_of(prompt: object) -> str | None:
 
 def refused(req_id: str, prompt: object, error: RequestError) -> RequestOutput:
     """Return the output of a request that was refused."""
-    completion = CompletionOutput(
-        index=0,
-        text="",
-        token_ids=(),
-        cumulative_logprob=None,
-        logprobs=None,
-        finish_reason="error",
-        stop_reason=None,
-        error=error,
-    )
     return RequestOutput(
         request_id=req_id,
         prompt=_text_of(prompt),
-        prompt_token_ids=(),
-        prompt_logprobs=None,
-        outputs=(completion,),
+        outputs=(CompletionOutput(index=0, finish_reason="error", error=error),),
         finished=True,
         error=error,
-        metrics=None,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TypedDict
 
 from mrv1.engine.scheduler import Scheduler
@@ -12,12 +11,23 @@ from mrv1.engine.speculation import Speculation
 from mrv1.runner import KVUsage, ModelRunner
 
 
-class Metrics(TypedDict):
-    """Counters since the engine was created."""
+class LoopCounts(TypedDict):
+    """The counters of the engine's own loop."""
 
     num_steps: int
     num_prompt_tokens: int
     """Tokens of all prompts that were added; a prompt counts once, whatever its ``n``."""
+    grammar_waits: int
+    """Steps whose sampling waited for the tokens that a grammar's mask depends on."""
+    host_seconds: float
+    """Time the host spent on planning, launching and updating, without waits for results."""
+    wait_seconds: float
+    """Time the host waited for results."""
+
+
+class Metrics(LoopCounts):
+    """Counters since the engine was created."""
+
     num_generated_tokens: int
     num_finished_requests: int
     num_running_requests: int
@@ -49,38 +59,17 @@ class Metrics(TypedDict):
     """Drafts that steps verified."""
     num_accepted_tokens: int
     """Drafts among them that were accepted."""
-    grammar_waits: int
-    """Steps whose sampling waited for the tokens that a grammar's mask depends on."""
-    host_seconds: float
-    """Time the host spent on planning, launching and updating, without waits for results."""
-    wait_seconds: float
-    """Time the host waited for results."""
     gpu_seconds: float
     """Time the GPU spent in steps, with gaps shorter than a launch; 0 on a CPU."""
 
 
-@dataclass(slots=True)
-class LoopCounters:
-    """The counters of ``EngineCore``'s own loop, as ``Metrics`` describes them."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    grammar_waits: int = 0
-    host_seconds: float = 0.0
-    wait_seconds: float = 0.0
-
-
 def engine_metrics(
-    loop: LoopCounters,
-    scheduler: Scheduler,
-    runner: ModelRunner,
-    speculation: Speculation | None,
+    loop: LoopCounts, scheduler: Scheduler, runner: ModelRunner, speculation: Speculation | None
 ) -> Metrics:
     """Return the counters of an engine as a plain dict."""
     admission = scheduler.admission
     return Metrics(
-        num_steps=loop.num_steps,
-        num_prompt_tokens=loop.num_prompt_tokens,
+        **loop,
         num_generated_tokens=scheduler.num_generated_tokens,
         num_finished_requests=scheduler.num_finished,
         num_running_requests=len(scheduler.running),
@@ -99,9 +88,6 @@ def engine_metrics(
         num_drafts=0 if speculation is None else speculation.num_drafts,
         num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
         num_accepted_tokens=0 if speculation is None else speculation.num_accepted_tokens,
-        grammar_waits=loop.grammar_waits,
-        host_seconds=loop.host_seconds,
-        wait_seconds=loop.wait_seconds,
         gpu_seconds=runner.gpu_seconds,
     )
 

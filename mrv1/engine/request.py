@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +18,13 @@ from mrv1.sampler import GrammarMatcher, SamplingParams
 
 KeySpan = tuple[int, int, bytes]
 """Start and end of a span of tokens, and a key of a fixed length for what it depends on."""
+
+SHARED_BY_FOLLOWERS = (
+    "prompt_token_ids", "seed", "max_total_tokens", "unsplittable", "multimodal",
+    "attn_mask_offsets", "key_spans", "cache_key", "priority", "fairness_id", "arrival_time",
+    "banned_token_sequences",
+)  # fmt: skip
+"""Fields of a request that its followers have too."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -134,25 +141,15 @@ class Request:
         if self.params.n == 1:
             return  # no copy of the parameters: its check takes half the time of an admission
         params = replace(self.params, prompt_logprobs=None)
+        shared: dict[str, Any] = {name: getattr(self, name) for name in SHARED_BY_FOLLOWERS}
         self.followers = tuple(
             Request(
                 req_id=(self.name, child),
-                prompt_token_ids=self.prompt_token_ids,
                 prompt_array=self._prompt,
                 params=params,
-                seed=self.seed,
                 child=child,
                 leader=self,
-                max_total_tokens=self.max_total_tokens,
-                unsplittable=self.unsplittable,
-                multimodal=self.multimodal,
-                attn_mask_offsets=self.attn_mask_offsets,
-                key_spans=self.key_spans,
-                cache_key=self.cache_key,
-                priority=self.priority,
-                fairness_id=self.fairness_id,
-                arrival_time=self.arrival_time,
-                banned_token_sequences=self.banned_token_sequences,
+                **shared,
             )
             for child in range(1, self.params.n)
         )

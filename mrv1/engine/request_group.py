@@ -66,11 +66,7 @@ class RequestGroup:
     def output(self) -> RequestOutput:
         """Return the outputs as they are now."""
         requests, first = self.requests, self.requests[0]
-        first_token_times = [
-            request.first_token_time
-            for request in requests
-            if request.first_token_time is not None
-        ]
+        times = [each.first_token_time for each in requests if each.first_token_time is not None]
         all_failed = all(request.error is not None for request in requests)
         finish_times = [request.finish_time or 0.0 for request in requests]
         return RequestOutput(
@@ -83,7 +79,7 @@ class RequestGroup:
             error=first.error if all_failed else None,
             metrics=RequestMetrics(
                 arrival_time=first.arrival_time,
-                first_token_time=min(first_token_times, default=None),
+                first_token_time=min(times, default=None),
                 finish_time=max(finish_times) if self.finished else None,
                 num_preemptions=sum(request.num_preemptions for request in requests),
                 num_draft_tokens=sum(request.num_draft_tokens for request in requests),

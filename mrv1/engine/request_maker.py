@@ -182,10 +182,7 @@ class RequestMaker:
 
     def _check_takes_ranges(self) -> None:
         """Raise unless tokens may see other keys than all up to their own."""
-        for option, value in (
-            ("attention_backend", "flashinfer"),
-            ("deterministic", True),
-        ):
+        for option, value in (("attention_backend", "flashinfer"), ("deterministic", True)):
             if getattr(self._config, option) == value:
                 raise RequestError(
                     "bidirectional or attn_mask_offsets: expected neither with "

@@ -345,16 +345,10 @@ class RunningBatch:
         if not num_left and not draft_token_ids:
             last_rows = (ends == slots.max_computed[index]).nonzero()[0].tolist()
         self.newest = LaunchedStep(
-            step_id=step_id,
-            rows=rows,
-            num_scheduled_tokens=counts,
-            ends=ends,
-            samples=samples,
-            all_sample=all_sample,
-            num_left=num_left,
-            last_rows=last_rows,
+            step_id=step_id, rows=rows, num_scheduled_tokens=counts, ends=ends, samples=samples,
+            all_sample=all_sample, num_left=num_left, last_rows=last_rows,
             draft_token_ids=draft_token_ids,
-        )
+        )  # fmt: skip
         return self.newest
 
     def settle(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:

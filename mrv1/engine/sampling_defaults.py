@@ -69,8 +69,7 @@ class SamplingDefaults:
                 parts.append(f"{listed} from {where}")
             values |= checked
         return cls(
-            values=values,
-            description=f"sampling defaults {' and '.join(parts)}" if parts else "",
+            values=values, description=f"sampling defaults {' and '.join(parts)}" if parts else ""
         )
 
 

@@ -233,9 +233,8 @@ class Scheduler:
         counts = np.array([1 + len(own) for own in each])
         ends = self._slots.num_computed[rows.index] + counts
         num_tokens = int(counts.sum())
-        if num_tokens > self.max_num_batched_tokens or not self._batch.has_blocks(
-            ends, num_tokens
-        ):
+        has_tokens = num_tokens <= self.max_num_batched_tokens
+        if not has_tokens or not self._batch.has_blocks(ends, num_tokens):
             return None
         step = NextStep(rows, ends, None, self._batch.grow(ends), draft_token_ids=each)
         return self._launch(step)

@@ -97,16 +97,12 @@ class SharedEngine:
         """
         req_id = group.req_id
         former = self._groups.get(req_id)
-        if former is not None and former.finished:
-            giver = "generate() or stream()" if former.is_awaited else "step()"
-            raise RequestError(
-                f"request_id: expected an id without an output that {giver} has yet to return, "
-                f"got {req_id!r}"
-            )
         if former is not None:
-            raise RequestError(
-                f"request_id: expected an id that no unfinished request has, got {req_id!r}"
-            )
+            giver = "generate() or stream()" if former.is_awaited else "step()"
+            free = "that no unfinished request has"
+            if former.finished:
+                free = f"without an output that {giver} has yet to return"
+            raise RequestError(f"request_id: expected an id {free}, got {req_id!r}")
         self.engine.queue(group.requests[0])
         self._groups[req_id] = group
 

@@ -373,9 +373,7 @@ class Tokenizer:
 
     def _decode_part(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skips_special,
-            clean_up_tokenization_spaces=False,
+            token_ids, skip_special_tokens=self._skips_special, clean_up_tokenization_spaces=False
         )
         return text
 
