@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tqdm import tqdm
 
 from mrv1 import LLM, ConfigError, RequestError, SamplingParams
-from mrv1.runner import model_runner
+from mrv1.runner import start
 from tests.models.families import tiny_checkpoint
 
 DAMAGED_FILES = [
@@ -53,7 +53,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def load_model(*args: object, **kwargs: object) -> None:
         pytest.fail("the weights were loaded")
 
-    monkeypatch.setattr(model_runner, "load_model", load_model)
+    monkeypatch.setattr(start, "load_model", load_model)
     return tmp_path
 
 
