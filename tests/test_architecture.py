@@ -720,7 +720,7 @@ KEEPING = [
     (only_kernels_import_oracles, "kernels.registry", "from mrv1.kernels import reference"),
     (
         only_kernels_import_oracles,
-        "benchmarks.peers.attention",
+        "benchmarks.kernels.kv_write",
         "from mrv1.kernels import reference",
     ),
     (
