@@ -19,6 +19,7 @@ import pytest
 
 import mrv1.kernels
 from mrv1.kernels import reference
+from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import MODULE_OF_OP
 
 REPO = Path(__file__).resolve().parents[1]
@@ -326,6 +327,18 @@ def only_device_asks_the_gpu(file: File) -> Iterator[str]:
             yield f"{line}: import torch and write torch.cuda in full"
 
 
+def page_formats_are_asked(file: File) -> Iterator[str]:
+    """Only a format's object and the configuration's list of choices know one by its name."""
+    if file.layer == "benchmarks" or file.name in ("config", "kernels.cache.formats"):
+        return
+    prose = {id(node.value) for node in ast.walk(file.tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Constant) and id(node) not in prose and node.value in FORMATS:
+            yield f"{node.lineno}: {node.value!r}: ask PageFormat"
+        if "is_fp8" in (getattr(node, each, "") for each in ("id", "attr", "arg", "name")):
+            yield f"{getattr(node, 'lineno', 1)}: is_fp8: ask PageFormat"
+
+
 def engine_has_no_cuda(file: File) -> Iterator[str]:
     """The engine is plain Python and numpy: no streams, no events."""
     if file.layer == "engine":
@@ -544,6 +557,7 @@ RULES: list[Rule] = [
     contracts_and_oracles_run_without_triton,
     kernel_folders_point_one_way,
     only_device_asks_the_gpu,
+    page_formats_are_asked,
     engine_has_no_cuda,
     only_one_module_reads_the_environment,
     only_one_module_opens_checkpoints,
@@ -644,6 +658,10 @@ BREAKING = [
     (only_device_asks_the_gpu, "runner.step", "from torch.cuda import mem_get_info"),
     (only_device_asks_the_gpu, "runner.step", "from torch import cuda"),
     (only_device_asks_the_gpu, "engine.llm", "if torch.cuda.is_available(): pass"),
+    (page_formats_are_asked, "runner.kv_cache", "if dtype == 'fp8_e4m3': pass"),
+    (page_formats_are_asked, "runner.kv_cache", "f(is_fp8=True)"),
+    (page_formats_are_asked, "runner.kv_cache", "layer.is_fp8"),
+    (page_formats_are_asked, "runner.kv_cache", "def f(is_fp8): ..."),
     (engine_has_no_cuda, "engine.llm", "torch.cuda.empty_cache()"),
     (only_one_module_reads_the_environment, "runner.step", "os.environ['X']"),
     (only_one_module_reads_the_environment, "config", "import os\nos.environ['X']"),
@@ -745,6 +763,8 @@ KEEPING = [
     ),
     (kernel_folders_point_one_way, "kernels.registry", "from mrv1.kernels import reference"),
     (only_device_asks_the_gpu, "runner.step", "torch.cuda.Event()"),
+    (page_formats_are_asked, "config", "Literal['auto', 'fp8_e4m3']"),
+    (page_formats_are_asked, "runner.kv_cache", "'fp8_e4m3'"),
     (engine_has_no_cuda, "engine.llm", "torch.device('cuda')"),
     (only_one_module_reads_the_environment, "environment", "import os\nos.environ['X']"),
     (

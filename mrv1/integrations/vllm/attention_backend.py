@@ -63,8 +63,8 @@ from mrv1.integrations.vllm.attention_layer import (
     DecodeRows,
     PrefillRows,
 )
-from mrv1.integrations.vllm.attention_pages import content_size
-from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.integrations.vllm.attention_pages import CODES, content_size
+from mrv1.kernels import DecodePlan, HeadRole, PageFormat, PrefillSplits
 from mrv1.kernels._base.launches import RepeatedCall
 from mrv1.kernels.attention.prefill.choice import prefills_decodes_too
 from mrv1.kernels.cache.contracts import MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -74,9 +74,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.kv_cache_interface import AttentionSpec
-
-FP8 = "fp8_per_token_head"
-"""vLLM's name of a cache with a dynamic scale for each token and head."""
 
 Buffers = TypeVar("Buffers", DecodePlan, PrefillSplits | None)
 
@@ -90,7 +87,7 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
     """What mrv1's kernels can serve, and the pages they want from vLLM."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(_DTYPES.values())
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_DTYPES, FP8]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *_DTYPES, *CODES]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -158,8 +155,8 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
     ) -> str | None:
         """Return what to choose instead of an unsupported ``kv_cache_dtype``."""
         name = kv_cache_dtype or "auto"
-        if name.startswith("fp8") and name != FP8:
-            return f"instead of kv_cache_dtype {name} choose {FP8}"
+        if name.startswith("fp8") and name not in CODES:
+            return f"instead of kv_cache_dtype {name} choose {' or '.join(CODES)}"
         if _DTYPES.get(name, dtype) != dtype:
             return f"kv_cache_dtype {name} needs a model of this dtype, got {dtype}"
         return None
@@ -178,7 +175,7 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache tensor; ``attention_pages`` says what is in it."""
-        content = content_size(head_size, is_fp8=cache_dtype_str == FP8)
+        content = content_size(head_size, CODES.get(cache_dtype_str))
         return num_blocks, num_kv_heads, block_size, content
 
     @staticmethod
@@ -196,13 +193,15 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Return the spec with room for scales (vLLM 0.33; 0.26 counts them by itself)."""
-        if spec.state_content_bytes is not None or not _is_fp8(spec):
+        codes = _codes(spec)
+        if spec.state_content_bytes is not None or codes is None:
             return spec
-        return replace(spec, state_content_bytes=content_size(spec.head_size, is_fp8=True))
+        return replace(spec, state_content_bytes=content_size(spec.head_size, codes))
 
 
-def _is_fp8(spec: AttentionSpec) -> bool:
-    return bool(spec.kv_quant_mode == KVQuantMode.FP8_PER_TOKEN_HEAD)
+def _codes(spec: AttentionSpec) -> PageFormat | None:
+    """Return the format of a cache's codes; None = values as they are."""
+    return CODES.get(KVQuantMode(spec.kv_quant_mode).name.lower())
 
 
 @dataclass(kw_only=True)
@@ -283,9 +282,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             head_size,
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.block_size,
-            "fp8 cache with a scale per token and head"
-            if _is_fp8(kv_cache_spec)
-            else f"{kv_cache_spec.dtype} cache",
+            f"{kv_cache_spec.dtype} cache"
+            if (codes := _codes(kv_cache_spec)) is None
+            else f"{codes.name} cache with a scale per token and head",
         )
 
     def build(
@@ -587,7 +586,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         shape = Mrv1AttentionBackend.get_kv_cache_shape(
             2, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype
         )
-        cache_dtype = torch.uint8 if self.layer.is_fp8 else dtype
+        cache_dtype = dtype if self.layer.codes is None else torch.uint8
         kv_cache = torch.empty(shape, dtype=cache_dtype, device="meta")
         return BoundLayer(self.layer, kv_cache, self.sinks)
 
@@ -598,7 +597,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             num_heads=self.num_heads,
             head_size=self.head_size,
             role=HeadRole(window=self.sliding_window or -1, sink=self.sink),
-            is_fp8=self.kv_cache_dtype == FP8,
+            codes=CODES.get(self.kv_cache_dtype),
             softmax_scale=self.scale,
             logits_soft_cap=self.logits_soft_cap,
         )

@@ -14,7 +14,7 @@ import torch
 
 from mrv1.device import kernel_path
 from mrv1.integrations.vllm.attention_pages import Pages, pages_of
-from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, PageFormat, PrefillSplits
 from mrv1.kernels.attention.prefill.choice import PrefillLayer
 from mrv1.kernels.cache.kv_scales import format_of
 from mrv1.kernels.registry import Ops, select_ops
@@ -28,14 +28,15 @@ class AttentionLayer:
     head_size: int
     role: HeadRole
     """What all heads see."""
-    is_fp8: bool
+    codes: PageFormat | None
+    """The format of the cache's codes; None = values as they are."""
     softmax_scale: float
     logits_soft_cap: float
     """0 = none."""
 
     def pages(self, kv_cache: torch.Tensor) -> Pages:
         """Return the pages of the layer's cache."""
-        return pages_of(kv_cache, self.head_size, self.role, is_fp8=self.is_fp8)
+        return pages_of(kv_cache, self.head_size, self.role, self.codes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

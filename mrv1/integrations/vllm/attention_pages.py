@@ -4,10 +4,10 @@ vLLM gives a layer ``[blocks, kv_heads, block_size, content]`` and asks nobody h
 block and head are used. mrv1 keeps K and V apart in them, so that its kernels read whole pages::
 
     without scales   [block_size, head_size] of K, then of V
-    fp8              the same in e4m3 codes, then [block_size] float32 scales of K, then of V
+    with scales      the same in codes, then [block_size] float32 scales of K, then of V
 
-These are as many bytes as vLLM counts: ``content`` is ``2 * head_size`` elements, and for
-``fp8_per_token_head`` ``2 * (head_size + 4)`` bytes.
+These are as many bytes as vLLM counts: ``content`` is ``2 * head_size`` elements, and for the
+formats of ``CODES`` twice the bytes of a head's codes and of a scale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from functools import lru_cache
 
 import torch
 
-from mrv1.kernels import HeadRole, KVLayout, KVScales
+from mrv1.kernels import HeadRole, KVLayout, KVScales, PageFormat
+from mrv1.kernels.cache.formats import FP8
+
+CODES = {"fp8_per_token_head": FP8}
+"""Page formats by the names that vLLM gives to a scale for each token and head."""
 
 SCALE_BYTES = torch.float32.itemsize
 
@@ -33,7 +37,7 @@ class Pages:
     layout: KVLayout
     """Shared by all layers of the same shape whose heads see the same."""
     scales: KVScales | None
-    """The scales of an fp8 cache, else None."""
+    """The scales of codes; None = values as they are."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -43,12 +47,14 @@ class Pages:
         return self.k, self.v, self.scales.k_scale, self.scales.v_scale
 
 
-def content_size(head_size: int, *, is_fp8: bool) -> int:
-    """Return the elements that a token and head has in a page: K, V and their scales."""
-    return 2 * (head_size + SCALE_BYTES if is_fp8 else head_size)
+def content_size(head_size: int, codes: PageFormat | None) -> int:
+    """Return a token's and head's K, V and their scales: in elements, or with codes in bytes."""
+    return 2 * (head_size if codes is None else codes.vector_bytes(head_size) + SCALE_BYTES)
 
 
-def pages_of(kv_cache: torch.Tensor, head_size: int, role: HeadRole, *, is_fp8: bool) -> Pages:
+def pages_of(
+    kv_cache: torch.Tensor, head_size: int, role: HeadRole, codes: PageFormat | None
+) -> Pages:
     """Return views of a layer's KV cache, without a copy.
 
     Args:
@@ -56,12 +62,13 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, role: HeadRole, *, is_fp8: 
             part of a block has no gaps.
         head_size: of K and of V.
         role: what all heads see.
-        is_fp8: whether pages hold e4m3 codes and scales; ``kv_cache`` is then uint8.
+        codes: the format of codes, with a scale per token; ``kv_cache`` is then uint8. None =
+            values as they are.
 
     Raises:
         ValueError: another shape, or pages with gaps (vLLM's NHD layouts).
     """
-    content = content_size(head_size, is_fp8=is_fp8)
+    content = content_size(head_size, codes)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != content:
         raise ValueError(
             f"kv_cache: expected shape [blocks, kv_heads, block_size, {content}], "
@@ -78,7 +85,7 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, role: HeadRole, *, is_fp8: 
     end = (num_blocks - 1) * block_stride + (num_kv_heads - 1) * head_stride + block_size * content
     flat = kv_cache.as_strided((end,), (1,))
     scales = None
-    if is_fp8:
+    if codes is not None:
         floats = flat.view(torch.float32)
         scales = KVScales.build(
             floats[:-block_size],
@@ -86,6 +93,7 @@ def pages_of(kv_cache: torch.Tensor, head_size: int, role: HeadRole, *, is_fp8: 
             granularity="token",
             base=[(h * head_stride + 2 * page) // SCALE_BYTES for h in range(num_kv_heads)],
             block_stride=[block_stride // SCALE_BYTES] * num_kv_heads,
+            codes=codes,
         )
     layout = _layout(
         num_kv_heads, block_size, head_size, head_stride, block_stride, role, kv_cache.device

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName
 from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.sampling import BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 REQUEST_CHECK = "mrv1.integrations.vllm:RequestCheck"
 """What ``--logits-processors`` must name, as vLLM spells a class."""
 
-KV_CACHE_DTYPES: dict[str, KVCacheDtypeName] = {"auto": "auto", "fp8_per_token_head": "fp8_e4m3"}
+KV_CACHE_DTYPES = {
+    "auto": "auto",
+    **{name: cast("KVCacheDtypeName", codes.name) for name, codes in CODES.items()},
+}
 """vLLM's ``kv_cache_dtype`` -> mrv1's."""
 
 CONNECTORS = ("ExampleConnector",)

@@ -20,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from mrv1.device import memory_bytes
 from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.kv_transfer import KVTransfer
 from mrv1.integrations.vllm.options import engine_config, share_of_all
 from mrv1.integrations.vllm.outputs import StepResult
@@ -159,7 +160,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if spec.page_format.has_scales:
             dtype = torch.uint8
             mode = resolve("vllm.v1.kv_cache_interface:KVQuantMode")
-            options["kv_quant_mode"] = mode.FP8_PER_TOKEN_HEAD
+            name = next(name for name, codes in CODES.items() if codes == spec.page_format)
+            options["kv_quant_mode"] = mode[name.upper()]
         layer_spec = FullAttentionSpec(
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,

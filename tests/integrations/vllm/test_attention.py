@@ -34,7 +34,6 @@ from mrv1.integrations.vllm import (
     attention_layer,
 )
 from mrv1.integrations.vllm.attention_backend import (
-    FP8,
     Mrv1AttentionBackend,
     Mrv1AttentionImpl,
     Mrv1AttentionMetadata,
@@ -49,12 +48,13 @@ from mrv1.integrations.vllm.attention_kernels import (
     launch_write,
 )
 from mrv1.integrations.vllm.attention_layer import BoundLayer
-from mrv1.integrations.vllm.attention_pages import content_size, pages_of
+from mrv1.integrations.vllm.attention_pages import CODES, content_size, pages_of
 from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
 from mrv1.kernels.attention.prefill.choice import PrefillLayer
 from mrv1.kernels.registry import Ops
 from mrv1.runner.compile_ahead import CompilationError
 
+FP8 = "fp8_per_token_head"
 HAS_SHAPES = hasattr(vllm_backend.AttentionBackend, "get_kv_cache_shape")  # vLLM 0.26
 HAS_SPECS = hasattr(vllm_backend.AttentionBackend, "customize_spec")  # vLLM 0.33
 NUM_BLOCKS = 48
@@ -284,9 +284,9 @@ def _vllm_caches(shape: tuple, arrangement: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
     num_kv_heads, block_size, head_size, _, kv_cache_dtype = shape
-    is_fp8 = kv_cache_dtype == FP8
+    codes = CODES.get(kv_cache_dtype)
     first, second = _vllm_caches(shape, arrangement)
-    pages = pages_of(first, head_size, HeadRole(), is_fp8=is_fp8)
+    pages = pages_of(first, head_size, HeadRole(), codes)
     # Count in every byte how often the addresses of all tokens and scales name it.
     counts = torch.zeros(pages.k.numel() * pages.k.element_size() * 2, dtype=torch.int32)
     block, head, token = np.ix_(range(NUM_BLOCKS), range(num_kv_heads), range(block_size))
@@ -298,7 +298,7 @@ def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
         start = cache.data_ptr() - first.data_ptr()
         for byte in range(head_size * size):
             counts.index_add_(0, torch.from_numpy(address + start + byte).flatten(), ones)
-    if is_fp8:
+    if codes is not None:
         scales = pages.scales
         address = scales.base.numpy()[head] + block * scales.block_stride.numpy()[head] + token
         for cache in (scales.k_scale, scales.v_scale):
@@ -320,7 +320,7 @@ def test_pages_fill_a_layers_part_of_each_block(shape: tuple, arrangement: str):
 def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
     # What the prefill kernels for sm_90 need: scales between pages must not break it.
     first, _ = _vllm_caches(shape, "plain")
-    pages = pages_of(first, 128, HeadRole(), is_fp8=shape[4] == FP8)
+    pages = pages_of(first, 128, HeadRole(), CODES.get(shape[4]))
     assert pages.layout.address_unit == pages.layout.token_stride == 128
     assert pages.k.numel() == pages.v.numel()
     assert pages.k.numel() % 128 == 0
@@ -330,9 +330,9 @@ def test_pages_of_128_dimensions_can_be_copied_in_bulk(shape: tuple):
 def test_a_cache_of_another_layout_is_refused():
     cache = torch.zeros(NUM_BLOCKS, 16, 2, 128)
     with pytest.raises(ValueError, match=r"kv_cache: expected pages without gaps .* HND"):
-        pages_of(cache.transpose(1, 2), 64, HeadRole(), is_fp8=False)
+        pages_of(cache.transpose(1, 2), 64, HeadRole(), None)
     with pytest.raises(ValueError, match=r"kv_cache: expected shape .* 136\], got"):
-        pages_of(cache, 64, HeadRole(), is_fp8=True)
+        pages_of(cache, 64, HeadRole(), CODES[FP8])
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -880,5 +880,5 @@ def test_memory_is_measured_without_a_cache():
 
 
 def test_content_is_codes_and_two_scales():
-    assert content_size(128, is_fp8=False) == 256
-    assert content_size(128, is_fp8=True) == 2 * (128 + 4)
+    assert content_size(128, None) == 256
+    assert content_size(128, CODES[FP8]) == 2 * (128 + 4)

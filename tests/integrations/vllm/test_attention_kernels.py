@@ -21,11 +21,12 @@ from mrv1.integrations.vllm.attention_kernels import (
 )
 from mrv1.integrations.vllm.attention_layer import AttentionLayer, BoundLayer
 from mrv1.integrations.vllm.attention_pages import content_size
-from mrv1.kernels import HeadRole
+from mrv1.kernels import HeadRole, PageFormat
+from mrv1.kernels.cache.formats import FP8
 from tests.forks import Forks
 
 LAYER = AttentionLayer(
-    num_heads=16, head_size=128, role=HeadRole(), is_fp8=False, softmax_scale=0.1,
+    num_heads=16, head_size=128, role=HeadRole(), codes=None, softmax_scale=0.1,
     logits_soft_cap=0.0,
 )  # fmt: skip
 BATCHES = Batches(
@@ -45,8 +46,8 @@ def kernels_of(
     sinks: torch.Tensor | None = None,
 ) -> AttentionKernels:
     """Return the kernels of one layer with 8 KV heads."""
-    content = content_size(layer.head_size, is_fp8=layer.is_fp8)
-    dtype = torch.uint8 if layer.is_fp8 else batches.dtype
+    content = content_size(layer.head_size, layer.codes)
+    dtype = torch.uint8 if layer.codes else batches.dtype
     cache = torch.zeros(num_blocks, 8, 16, content, dtype=dtype)
     return AttentionKernels.of([BoundLayer(layer, cache, sinks)], batches, H100)
 
@@ -174,7 +175,7 @@ print(json.dumps([at_start, late]))
     ("changes", "capability", "batches"),
     [
         ({}, (9, 0), {}),
-        ({"is_fp8": True}, (9, 0), {"decode_query_len": 4}),
+        ({"codes": FP8}, (9, 0), {"decode_query_len": 4}),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -182,7 +183,7 @@ print(json.dumps([at_start, late]))
                 ({"logits_soft_cap": 30.0}, (9, 0), {"max_num_tokens": 512}),
                 ({"num_heads": 56}, (9, 0), {"max_num_reqs": 1}),
                 ({"head_size": 80}, (8, 0), {"max_model_len": 100, "row_width": 7}),
-                ({"is_fp8": True, "num_heads": 8}, (8, 9), {"max_num_tokens": 2048}),
+                ({"codes": FP8, "num_heads": 8}, (8, 9), {"max_num_tokens": 2048}),
             )
         ),
     ],
@@ -210,7 +211,7 @@ def test_a_set_is_named_by_all_that_decides_on_kernels():
     assert kernels_of(LAYER, num_blocks=4).digest == digest
     others = [
         kernels_of(replace(LAYER, num_heads=32)),
-        kernels_of(replace(LAYER, is_fp8=True)),
+        kernels_of(replace(LAYER, codes=FP8)),
         kernels_of(replace(LAYER, role=HeadRole(window=100))),
         kernels_of(LAYER, BATCHES._replace(max_num_tokens=2048)),
         kernels_of(LAYER, BATCHES._replace(decode_query_len=2)),
@@ -226,6 +227,7 @@ import torch
 from mrv1.device import DeviceInfo, kernel_path, stand_in
 from mrv1.integrations.vllm.attention_pages import content_size, pages_of
 from mrv1.kernels import HeadRole
+from mrv1.kernels.cache.formats import FP8
 from mrv1.kernels._base.recording import KernelRecorder
 from mrv1.kernels.registry import select_ops
 from mrv1.runner.stand_in_device import stand_in_device
@@ -237,11 +239,11 @@ stand_in(DeviceInfo(
 recorder, counts = KernelRecorder((9, 0)), []
 with stand_in_device(device):
     ops = select_ops(kernel_path(device))
-    for num_heads, is_fp8 in ((8, False), (1, True)):
-        content = content_size(128, is_fp8=is_fp8)
-        dtype = torch.uint8 if is_fp8 else torch.bfloat16
+    for num_heads, codes in ((8, None), (1, FP8)):
+        content = content_size(128, codes)
+        dtype = torch.uint8 if codes else torch.bfloat16
         cache = torch.zeros(9, num_heads, 16, content, dtype=dtype, device=device)
-        pages = pages_of(cache, 128, HeadRole(), is_fp8=is_fp8)
+        pages = pages_of(cache, 128, HeadRole(), codes)
         for num_tokens in (2, 1, 3, 16, 17, 300, 301):
             k = torch.zeros(num_tokens, num_heads, 128, dtype=torch.bfloat16, device=device)
             slots = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
@@ -262,14 +264,14 @@ def test_any_number_of_tokens_is_written_by_the_same_kernel(forks: Forks):
 
 @pytest.mark.interp
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_fp8", [False, True])
-def test_launches_leave_the_cache_as_it_is(device: torch.device, is_fp8: bool):
+@pytest.mark.parametrize("codes", [None, FP8], ids=["plain", "fp8"])
+def test_launches_leave_the_cache_as_it_is(device: torch.device, codes: PageFormat | None):
     """On a GPU the kernels of warp groups are among them."""
     on_gpu = device.type == "cuda"
     size, dtype = (128, torch.bfloat16) if on_gpu else (32, torch.float32)
-    layer = replace(LAYER, num_heads=2, head_size=size, is_fp8=is_fp8)
-    shape = (3, 1, 16, content_size(size, is_fp8=is_fp8))
-    if is_fp8:
+    layer = replace(LAYER, num_heads=2, head_size=size, codes=codes)
+    shape = (3, 1, 16, content_size(size, codes))
+    if codes is not None:
         cache = torch.full(shape, 255, dtype=torch.uint8, device=device)
     else:
         cache = torch.full(shape, torch.nan, dtype=dtype, device=device)
