@@ -119,10 +119,7 @@ FLAG = instances(bool, "True or False")
 
 
 def check_fields(
-    options: object,
-    error: Callable[[str], Exception],
-    prefix: str = "",
-    only: str | None = None,
+    options: object, error: Callable[[str], Exception], prefix: str = "", only: str | None = None
 ) -> None:
     """Raise ``error`` with a message unless every field of a dataclass, or one, is in its ranges.
 

@@ -226,10 +226,7 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
             items = {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
             prompt = {"prompt": llm.chat_prompt(prompt["messages"]), **items}
         llm.add_request(
-            prompt,
-            line.params or SamplingParams(),
-            request_id=str(line.number),
-            **line.order,
+            prompt, line.params or SamplingParams(), request_id=str(line.number), **line.order
         )
     except RequestError as error:
         return error

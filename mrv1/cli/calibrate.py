@@ -27,8 +27,7 @@ LOW_RECALL = 0.5
 def calibrate_command(
     settings: Annotated[dict[str, Any], FieldsOf(cls=CalibrateOptions)],
     output: Annotated[
-        Path,
-        typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy."),
+        Path, typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy.")
     ],
     plot: Annotated[
         bool, typer.Option(help="Plot the losses, layers by heads, to a PNG beside --output.")

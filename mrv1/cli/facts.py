@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -42,31 +42,14 @@ _IMPLEMENTATION: dict[KernelPath, str] = {
 }
 
 
-class Gpu(TypedDict):
-    """One GPU."""
-
-    index: int
-    name: str
-    capability: str
-    memory_bytes: int
-    num_sms: int
-
-
-class EmbeddedModel(TypedDict):
-    """The checkpoint shipped in the package."""
-
-    present: bool
-    path: str
-    weights_bytes: int
-
-
 class Facts(TypedDict):
     """Everything ``mrv1 doctor`` says."""
 
     versions: dict[str, str | None]
     flashinfer: str
     """FlashInfer's version, or the reason why it cannot be used, in words."""
-    gpus: list[Gpu]
+    gpus: list[dict[str, Any]]
+    """Index, name, capability, memory_bytes and num_sms of each."""
     driver: str | None
     cuda: str | None
     """CUDA (or, as ``hip ...``, ROCm) version torch was built for; None for a CPU build."""
@@ -76,7 +59,8 @@ class Facts(TypedDict):
     """Kernel path on that device, in words."""
     used_for: dict[str, str]
     """Part of a step -> its implementation."""
-    embedded_model: EmbeddedModel
+    embedded_model: dict[str, Any]
+    """Of the checkpoint in the package: present, path and weights_bytes."""
     environment: dict[str, str]
     warnings: list[str]
 
@@ -103,7 +87,16 @@ def collect() -> Facts:
     return Facts(
         versions=versions,
         flashinfer=flashinfer,
-        gpus=[_gpu(index, info) for index, info in enumerate(gpus)],
+        gpus=[
+            {
+                "index": index,
+                "name": info.name,
+                "capability": ".".join(map(str, info.capability or ())),
+                "memory_bytes": info.total_memory_bytes,
+                "num_sms": info.num_sms,
+            }
+            for index, info in enumerate(gpus)
+        ],
         driver=driver_version(),
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
         device=device,
@@ -112,16 +105,6 @@ def collect() -> Facts:
         embedded_model=embedded,
         environment=environment(),
         warnings=warnings,
-    )
-
-
-def _gpu(index: int, info: DeviceInfo) -> Gpu:
-    return Gpu(
-        index=index,
-        name=info.name,
-        capability=".".join(map(str, info.capability or ())),
-        memory_bytes=info.total_memory_bytes,
-        num_sms=info.num_sms,
     )
 
 
@@ -146,15 +129,12 @@ def fp8_use(device: torch.device | None) -> dict[str, str]:
     return {"FP8 conversion": f"{how}: {choice.reason}"}
 
 
-def _embedded_model() -> EmbeddedModel:
+def _embedded_model() -> dict[str, Any]:
     path = checkpoint_dir(EMBEDDED_MODEL)
     weights = path / SINGLE_FILE
     present = weights.is_file()
-    return EmbeddedModel(
-        present=present,
-        path=str(path),
-        weights_bytes=weights.stat().st_size if present else 0,
-    )
+    size = weights.stat().st_size if present else 0
+    return {"present": present, "path": str(path), "weights_bytes": size}
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -47,8 +47,7 @@ Context = Annotated[
 @command
 def show_policy(
     source: Annotated[
-        str | None,
-        typer.Argument(help=f"{SOURCE_HELP} Default: what --model would run with."),
+        str | None, typer.Argument(help=f"{SOURCE_HELP} Default: what --model would run with.")
     ] = None,
     model: Model = None,
     context: Context = 131_072,
@@ -73,8 +72,7 @@ def show_policy(
 def make(
     source: Annotated[str, typer.Argument(help=SOURCE_HELP)],
     output: Annotated[
-        Path,
-        typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy."),
+        Path, typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy.")
     ],
     model: Model = None,
     sparsity: Annotated[

@@ -195,8 +195,5 @@ def rank_heads(
         base = found[left[0]] if size == 1 else together
         left = left[size:]
     return HeadRanking(
-        num_layers=num_layers,
-        num_kv_heads=num_kv_heads,
-        order=tuple(order),
-        losses=tuple(losses),
+        num_layers=num_layers, num_kv_heads=num_kv_heads, order=tuple(order), losses=tuple(losses)
     )

@@ -58,8 +58,7 @@ def _is_bias(value: object) -> bool:
 _Flag = Annotated[bool, instances(bool, "a bool")]
 _Tokens = Annotated[Sequence[int], Range("a list of token ids >= 0", _is_list_of_tokens)]
 _TokenLists = Annotated[
-    Sequence[Sequence[int]],
-    Range("lists of token ids >= 0 that are not empty", _is_list_of_lists),
+    Sequence[Sequence[int]], Range("lists of token ids >= 0 that are not empty", _is_list_of_lists)
 ]
 _Texts = Annotated[Sequence[str], Range("texts that are not empty", _is_list_of_texts)]
 _Logprobs = Annotated[
@@ -147,8 +146,7 @@ class SamplingParams:
     ] = None
     """Draw only these token ids. Default: all."""
     seed: Annotated[
-        int | None,
-        integers(-(2**63), 2**63 - 1, "an integer from -2^63 to 2^63 - 1, or None"),
+        int | None, integers(-(2**63), 2**63 - 1, "an integer from -2^63 to 2^63 - 1, or None")
     ] = None
     """Seed of the request's random draws, a signed 64-bit integer. None, or -1 as in vLLM: derived
     from the engine's seed and the number of requests added before it."""
@@ -200,14 +198,12 @@ class SamplingParams:
     prompt_logprobs: _Logprobs | None = None
     """Like ``logprobs``, for the prompt's tokens."""
     structured_output: Annotated[
-        Grammar | None,
-        instances(Grammar, "a Grammar (mrv1.integrations.llguidance) or None"),
+        Grammar | None, instances(Grammar, "a Grammar (mrv1.integrations.llguidance) or None")
     ] = None
     """``Grammar`` that the output must follow; ``mrv1.integrations.llguidance`` makes one from a
     JSON schema, a regular expression or EBNF."""
     structured_outputs: Annotated[
-        GrammarSource | None,
-        instances(GrammarSource, "StructuredOutputsParams or None"),
+        GrammarSource | None, instances(GrammarSource, "StructuredOutputsParams or None")
     ] = None
     """``StructuredOutputsParams``: a JSON schema, regular expression, list of choices or EBNF that
     the output must follow. ``LLM`` compiles it for its tokenizer when the request is added."""

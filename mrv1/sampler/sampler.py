@@ -33,6 +33,9 @@ from mrv1.sampler.params import SamplingParams, num_likeliest
 
 Fields = dict[str, npt.NDArray[np.generic]]
 
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_NUMPY = {torch.float32: np.float32, torch.int32: np.int32, torch.int64: np.int64}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerLimits:
@@ -74,9 +77,7 @@ class Sampler:
             "child": (torch.int32, None),
             "num_logprobs": (torch.int32, None),
             "edits": (torch.int32, None),  # bits of mrv1.kernels.edit_logits
-            "repetition_penalty": (torch.float32, None),
-            "frequency_penalty": (torch.float32, None),
-            "presence_penalty": (torch.float32, None),
+            **dict.fromkeys(_PENALTIES, (torch.float32, None)),
             "counted": (torch.int32, MAX_PARTS),
             "num_bias": (torch.int32, None),
             "bias_ids": (torch.int32, limits.max_logit_bias),
@@ -89,14 +90,11 @@ class Sampler:
         }
 
     def __init__(
-        self,
-        max_num_reqs: int,
-        limits: SamplerLimits,
-        slots: Mapping[str, torch.Tensor],
-        ops: Ops,
+        self, max_num_reqs: int, limits: SamplerLimits, slots: Mapping[str, torch.Tensor], ops: Ops
     ) -> None:
         self._ops = ops
         self.limits = limits
+        self._dtypes = {name: _NUMPY[dtype] for name, (dtype, _) in self.fields(limits).items()}
         words = slots["bad_words"]
         counts = words.new_zeros(max_num_reqs, limits.vocab_size)
         self._slots = {
@@ -132,27 +130,40 @@ class Sampler:
             have no effect on the request.
         """
         edits = self._edits(params)
-        num_top = num_likeliest(params.logprobs, self.limits.vocab_size)
-        fields: Fields = {
-            "temperature": np.array([params.temperature], dtype=np.float32),
-            **{
-                name: np.array([getattr(params, name)], dtype=str(each.dtype)[6:])
-                for name, each in FILTERS.items()
-            },
-            "seed": np.array([seed], dtype=np.int64),
-            "child": np.array([child], dtype=np.int32),
-            "num_logprobs": np.array([num_top], dtype=np.int32),
-            "edits": np.array([edits], dtype=np.int32),
-            "num_bad_words": np.array([len(banned_token_sequences)], dtype=np.int32),
+        values = {
+            "temperature": params.temperature,
+            **{name: getattr(params, name) for name in FILTERS},
+            "seed": seed,
+            "child": child,
+            "num_logprobs": num_likeliest(params.logprobs, self.limits.vocab_size),
+            "edits": edits,
+            "num_bad_words": len(banned_token_sequences),
         }
         if edits & PENALTIES:
-            fields |= self._penalties_of(params)
+            values |= {name: getattr(params, name) for name in _PENALTIES}
         if edits & BIAS:
-            fields |= self._bias_of(params)
-        if edits & ALLOWED:
-            fields |= self._allowed_of(params)
+            values["num_bias"] = len(params.logit_bias)
         if banned_token_sequences:
-            fields |= self._bad_words_of(params, banned_token_sequences)
+            values["bad_words_match_prompt"] = params.bad_words_match_prompt
+        fields: Fields = {
+            name: np.array([value], dtype=self._dtypes[name]) for name, value in values.items()
+        }
+        if edits & PENALTIES:
+            fields["counted"] = np.full(MAX_PARTS, -1, dtype=np.int32)
+        if edits & BIAS:
+            fields["bias_ids"] = np.array([*params.logit_bias], dtype=np.int32)
+            fields["bias_values"] = np.array([*params.logit_bias.values()], dtype=np.float32)
+        if edits & ALLOWED:
+            bits = np.zeros(32 * self.limits.mask_words, dtype=np.bool_)
+            bits[list(params.allowed_token_ids or ())] = True
+            fields["allowed_mask"] = np.packbits(bits, bitorder="little").view(np.int32)
+        if banned_token_sequences:
+            shape = (len(banned_token_sequences), self.limits.bad_words_max_len)
+            words = fields["bad_words"] = np.full(shape, -1, dtype=np.int32)
+            for row, sequence in zip(words, banned_token_sequences, strict=True):
+                row[: len(sequence)] = sequence
+            lens = list(map(len, banned_token_sequences))
+            fields["bad_word_lens"] = np.array(lens, dtype=np.int32)
         return fields
 
     def _edits(self, params: SamplingParams) -> int:
@@ -166,36 +177,6 @@ class Sampler:
         if params.penalizes:
             edits |= PENALTIES
         return edits
-
-    def _penalties_of(self, params: SamplingParams) -> Fields:
-        return {
-            "repetition_penalty": np.array([params.repetition_penalty], dtype=np.float32),
-            "frequency_penalty": np.array([params.frequency_penalty], dtype=np.float32),
-            "presence_penalty": np.array([params.presence_penalty], dtype=np.float32),
-            "counted": np.full(MAX_PARTS, -1, dtype=np.int32),
-        }
-
-    def _bias_of(self, params: SamplingParams) -> Fields:
-        return {
-            "num_bias": np.array([len(params.logit_bias)], dtype=np.int32),
-            "bias_ids": np.array([*params.logit_bias], dtype=np.int32),
-            "bias_values": np.array([*params.logit_bias.values()], dtype=np.float32),
-        }
-
-    def _allowed_of(self, params: SamplingParams) -> Fields:
-        bits = np.zeros(32 * self.limits.mask_words, dtype=np.bool_)
-        bits[list(params.allowed_token_ids or ())] = True
-        return {"allowed_mask": np.packbits(bits, bitorder="little").view(np.int32)}
-
-    def _bad_words_of(self, params: SamplingParams, sequences: Sequence[Sequence[int]]) -> Fields:
-        words = np.full((len(sequences), self.limits.bad_words_max_len), -1, dtype=np.int32)
-        for row, sequence in zip(words, sequences, strict=True):
-            row[: len(sequence)] = sequence
-        return {
-            "bad_words": words,
-            "bad_word_lens": np.array(list(map(len, sequences)), dtype=np.int32),
-            "bad_words_match_prompt": np.array([params.bad_words_match_prompt], dtype=np.int32),
-        }
 
     def edit(
         self,
@@ -216,22 +197,10 @@ class Sampler:
                 logits; None = 0.
             draft_token_ids: ``[requests, max_drafts]`` int32, the drafts of each request.
         """
-        self._ops.apply_bad_words(
-            logits,
-            idx_mapping,
-            history,
-            self._bad_words,
-            ahead=ahead,
-            draft_token_ids=draft_token_ids,
-        )
-        self._ops.edit_logits(
-            logits,
-            idx_mapping,
-            history,
-            self._logit_edits,
-            ahead=ahead,
-            draft_token_ids=draft_token_ids,
-        )
+        ops = self._ops
+        given, drafts = (logits, idx_mapping, history), draft_token_ids
+        ops.apply_bad_words(*given, self._bad_words, ahead=ahead, draft_token_ids=drafts)
+        ops.edit_logits(*given, self._logit_edits, ahead=ahead, draft_token_ids=drafts)
 
     def draw(
         self,

@@ -51,6 +51,22 @@ def _matches(got: torch.Size, want: tuple[int | None, ...]) -> bool:
     )
 
 
+def check_vectors(
+    name: str,
+    bundle: object,
+    fields: tuple[str, ...],
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.int32,
+) -> None:
+    """Raise unless each named field of a bundle has ``size`` elements, contiguous."""
+    for field in fields:
+        tensor = getattr(bundle, field)
+        check_tensor(
+            f"{name}.{field}", tensor, shape=(size,), dtype=dtype, device=device, contiguous=True
+        )
+
+
 def check_rotary_dim(name: str, cos_sin: torch.Tensor, head_dim: int) -> int:
     """Return the last size of a table of cosines and sines; raise if it is no rotary dimension."""
     rotary_dim = cos_sin.shape[1]

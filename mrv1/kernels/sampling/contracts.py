@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from mrv1.kernels._base.checks import check_drafts, check_tensor
+from mrv1.kernels._base.checks import check_drafts, check_tensor, check_vectors
 
 ALLOWED = 1
 """Bit of ``edits``: mask the tokens that are not in ``allowed_mask``."""
@@ -127,20 +127,6 @@ def _check_histories(
     return history.token_ids.shape[0]
 
 
-def _check_vectors(
-    bundle: History | LogitEdits | BadWords,
-    name: str,
-    fields: tuple[str, ...],
-    max_num_reqs: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.int32,
-) -> None:
-    """Raise unless each named field of a bundle has one element per slot."""
-    check = partial(check_tensor, dtype=dtype, device=device, contiguous=True)
-    for field in fields:
-        check(f"{name}.{field}", getattr(bundle, field), shape=(max_num_reqs,))
-
-
 def check_bad_words(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
@@ -162,10 +148,10 @@ def check_bad_words(
             f"{words.stride()}"
         )
     check("bad_words.bad_word_lens", lens, shape=words.shape[:2], unit_last_stride=True)
-    _check_vectors(history, "history", ("num_tokens", "prompt_len"), max_num_reqs, device)
-    _check_vectors(bad_words, "bad_words", ("num_bad_words",), max_num_reqs, device)
+    check_vectors("history", history, ("num_tokens", "prompt_len"), max_num_reqs, device)
+    check_vectors("bad_words", bad_words, ("num_bad_words",), max_num_reqs, device)
     if bad_words.bad_words_match_prompt is not None:
-        _check_vectors(bad_words, "bad_words", ("bad_words_match_prompt",), max_num_reqs, device)
+        check_vectors("bad_words", bad_words, ("bad_words_match_prompt",), max_num_reqs, device)
     check_drafts(logits, ahead, draft_token_ids)
 
 
@@ -182,10 +168,10 @@ def check_edit_logits(
     max_num_reqs = _check_histories(logits, idx_mapping, history, dtypes)
     device, vocab_size = logits.device, logits.shape[1]
     vectors = ("num_tokens", "prompt_len", "min_total_tokens")
-    _check_vectors(history, "history", vectors, max_num_reqs, device)
-    _check_vectors(edits, "edits", ("edits", "num_bias"), max_num_reqs, device)
+    check_vectors("history", history, vectors, max_num_reqs, device)
+    check_vectors("edits", edits, ("edits", "num_bias"), max_num_reqs, device)
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    _check_vectors(edits, "edits", penalties, max_num_reqs, device, torch.float32)
+    check_vectors("edits", edits, penalties, max_num_reqs, device, torch.float32)
     check = partial(check_tensor, dtype=torch.int32, device=device)
     for name, tensor, width in (
         ("edits.allowed_mask", edits.allowed_mask, -(-vocab_size // 32)),
@@ -240,13 +226,7 @@ def check_top_logprobs(
             f"got {vocab_size}"
         )
     check = partial(check_tensor, device=logits.device)
-    check(
-        "token_ids",
-        token_ids,
-        shape=(num_rows, None),
-        dtype=torch.int64,
-        unit_last_stride=True,
-    )
+    check("token_ids", token_ids, shape=(num_rows, None), dtype=torch.int64, unit_last_stride=True)
     if not 0 <= num_top <= vocab_size:
         raise ValueError(f"num_top: expected 0 to {vocab_size}, got {num_top}")
     if idx_mapping is not None:

@@ -96,9 +96,7 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
     larger = tl.zeros([STEP, LISTED], tl.int32)
     for first in range(0, num_listed, STEP):
         other = tl.load(
-            list_ptr + first + part,
-            mask=first + part < num_listed,
-            other=float("-inf"),
+            list_ptr + first + part, mask=first + part < num_listed, other=float("-inf")
         )
         larger += (other[:, None] > x[None, :]).to(tl.int32)
     is_kept = (index < num_listed) & (tl.sum(larger, axis=0) < tl.where(k > 0, k, LISTED))
@@ -110,9 +108,7 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
         mass = tl.zeros([STEP, LISTED], tl.float32)
         for first in range(0, num_listed, STEP):
             other = tl.load(
-                list_ptr + first + part,
-                mask=first + part < num_listed,
-                other=float("-inf"),
+                list_ptr + first + part, mask=first + part < num_listed, other=float("-inf")
             )
             its_weight = tl.load(list_ptr + LISTED + first + part)
             mass += tl.where(other[:, None] > x[None, :], its_weight[:, None], 0.0)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels._base.checks import check_tensor, check_vectors
 
 RUNNING = 0
 """Stop code of a slot whose request has not stopped."""
@@ -147,11 +146,11 @@ def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> Non
     Raises:
         TypeError, ValueError: a field is not as described.
     """
-    check = partial(check_tensor, dtype=torch.int32, device=device)
-    check("slots.token_ids", slots.token_ids, shape=(None, None), unit_last_stride=True)
-    shape = tuple(slots.token_ids.shape[:1])
-    for name in vectors:
-        check(f"slots.{name}", getattr(slots, name), shape=shape, contiguous=True)
+    check_tensor(
+        "slots.token_ids", slots.token_ids, shape=(None, None), dtype=torch.int32, device=device,
+        unit_last_stride=True,
+    )  # fmt: skip
+    check_vectors("slots", slots, vectors, slots.token_ids.shape[0], device)
 
 
 def check_queries(

@@ -29,10 +29,7 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
 
 @counted
 def scatter_segments(
-    state: torch.Tensor,
-    staged: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: torch.Tensor,
+    state: torch.Tensor, staged: torch.Tensor, segments: torch.Tensor, num_segments: torch.Tensor
 ) -> None:
     """Oracle of :func:`mrv1.kernels.scatter_segments`."""
     for dst, src, length in segments[: int(num_segments)].tolist():

@@ -77,10 +77,7 @@ _GPU_CONFIG = ScatterSegmentsConfig.default_for()
 
 
 def scatter_segments(
-    state: torch.Tensor,
-    staged: torch.Tensor,
-    segments: torch.Tensor,
-    num_segments: torch.Tensor,
+    state: torch.Tensor, staged: torch.Tensor, segments: torch.Tensor, num_segments: torch.Tensor
 ) -> None:
     """Copy runs of ``staged`` into ``state``, or fill runs of it with -1.
 
