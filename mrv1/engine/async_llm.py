@@ -122,13 +122,8 @@ class AsyncLLM:
 
         The request takes its values at the call, as copies that no later change reaches, and is
         checked and queued at the first ``anext``; a generator that is closed early aborts it.
-
-        Args:
-            prompt: text, token ids, or a dict, as for ``LLM.generate``.
-            sampling_params: None = ``get_default_sampling_params()``.
-            request_id: a name for ``abort``, unique among unfinished requests; None = a new one.
-            priority: as in ``LLM.generate``.
-            fairness_id: as in ``LLM.generate``.
+        ``request_id`` is a name for ``abort``, unique among unfinished requests; None = a new one.
+        The other arguments are as for ``LLM.stream``.
 
         Raises:
             RequestError: the prompt, the parameters or the id were refused, or the request failed,

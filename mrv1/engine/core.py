@@ -222,8 +222,7 @@ class EngineCore:
         """Free device memory until ``wake_up``, and empty the prefix cache.
 
         Raises:
-            ConfigError, CapacityError: as ``ModelRunner.sleep``; nothing has changed.
-            RuntimeError: a request is unfinished; nothing has changed.
+            ConfigError, CapacityError, RuntimeError: as ``LLM.sleep``; nothing has changed.
             StepError: as ``add_request``.
         """
         self._check_idle("sleep")
@@ -238,8 +237,7 @@ class EngineCore:
         """Overwrite weights in place, and empty the prefix cache, whose keys are stale.
 
         Raises:
-            ConfigError: as ``ModelRunner.update_weights``; nothing has changed.
-            RuntimeError: a request is unfinished, or the weights are asleep; nothing has changed.
+            ConfigError, RuntimeError: as ``LLM.update_weights``; nothing has changed.
             StepError: as ``add_request``.
         """
         self._check_idle("update_weights")

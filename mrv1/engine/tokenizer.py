@@ -445,11 +445,9 @@ class Detokenizer:
         self._seen = start  # replaced as a whole, so that no interrupt leaves a mixture
 
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
-        """Return the text of ``token_ids``, which extend the tokens of the last call.
+        """Return the text of all tokens, which extend the tokens of the last call.
 
-        Args:
-            token_ids: all tokens, from the first on.
-            is_last: whether no tokens will follow, so that incomplete characters are shown too.
+        If ``is_last``, no tokens will follow, so that incomplete characters are shown too.
         """
         if not self._tokenizer.is_loaded:
             return ""
@@ -517,9 +515,7 @@ class OutputText:
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
         """Return the first stop string that was found in the output; None = none was found.
 
-        Args:
-            token_ids: tokens of the output.
-            is_last: whether no tokens will follow, so that incomplete characters are searched too.
+        If ``is_last``, no tokens will follow, so that incomplete characters are searched too.
         """
         if not self._stop:
             return None
@@ -547,13 +543,9 @@ class OutputText:
         return max(self._num_searched, self._num_ignored - len(stop) + 1)
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
-        """Return the text that may be shown.
+        """Return the text that may be shown of the same tokens as for ``find_stop``.
 
         Unless ``is_last``, an end that may become a stop string or sequence is held back.
-
-        Args:
-            token_ids: tokens of the output, the same as for ``find_stop``.
-            is_last: whether no tokens will follow.
         """
         if self._stopped is not None:
             return self._stopped[1]
