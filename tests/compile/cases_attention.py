@@ -34,6 +34,8 @@ FP8_SHAPES = (
 )
 """Dtype of q, key and value, and head_dim, for a cache of e4m3 codes."""
 NO_FP8: dict[str, object] = {"CODEC": None, "SCALES_PER_BLOCK": 0}
+OTHER_DIMS = [dim for dim in WARP_GROUP_TILES if dim != 128]
+"""Head dimensions of the kernels of warp groups, most of whose cases have 128."""
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
 
@@ -341,12 +343,12 @@ def _warp_group_cases() -> list[AotCase]:
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
     queue.append(queue_case(torch.float16, 16))
     queue.append(queue_case(torch.bfloat16, 16, some_heads=True))
-    queue += [queue_case(torch.bfloat16, 16, head_dim) for head_dim in (64, 256)]
+    queue += [queue_case(torch.bfloat16, 16, head_dim) for head_dim in OTHER_DIMS]
     queue.append(queue_case(torch.bfloat16, 16, group=7))
     sizes = [case(torch.bfloat16, block_size) for block_size in (16, 32, 64, 128)]
     sizes += [
         case(torch.bfloat16, 16, head_dim, splits=splits)
-        for head_dim in (64, 256)
+        for head_dim in OTHER_DIMS
         for splits in (False, True)
     ]
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]

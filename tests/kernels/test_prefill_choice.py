@@ -120,6 +120,13 @@ def test_every_launch_takes_the_kernel_that_was_measured_to_be_faster(gpu):
         assert " ".join(_fields(_layer(layer_words))) == frozen, words
 
 
+def test_every_row_names_a_kernel_for_its_heads():
+    folder = Path(choice.__file__).parent
+    for row in choice.KERNELS:
+        assert (folder / f"{row.module}.py").is_file()
+        assert set(row.head_dims) <= set(choice.WARP_GROUP_TILES)
+
+
 def test_the_portable_kernel_is_launched_as_measured():
     rows = [line.split(" = ") for line in FROZEN.read_text().splitlines() if " = " in line]
     assert len(rows) > 30
@@ -127,7 +134,7 @@ def test_the_portable_kernel_is_launched_as_measured():
         name, head_dim, gpu = words.split()
         capability = None if gpu == "amd" else tuple(map(int, gpu.split(".")))
         assert _configs(getattr(torch, name), int(head_dim), capability) == frozen, words
-    for head_dim in (64, 80, 128, 256):  # as bfloat16
-        assert _configs(torch.float16, head_dim, (9, 0)) == _configs(
-            torch.bfloat16, head_dim, (9, 0)
-        )
+    for head_dim in (64, 80, 128, 256):
+        for dtype in (torch.float16, torch.float64):  # as bfloat16; oracles take float64 too
+            as_bfloat16 = _configs(torch.bfloat16, head_dim, (9, 0))
+            assert _configs(dtype, head_dim, (9, 0)) == as_bfloat16

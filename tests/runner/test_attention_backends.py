@@ -97,7 +97,8 @@ def test_programs_share_tiles_as_the_layer_with_the_fewest_full_heads_needs(monk
     roles = [HeadRole(), HeadRole(window=20)]
     caches: list[Any] = [
         SimpleNamespace(
-            layout=KVLayout.hnd(4, 16, 64, roles=[roles[w] for w in streams]), scales=None
+            layout=KVLayout.hnd(4, 16, 64, roles=[roles[w] for w in streams]),
+            page_format=PageFormat.plain(torch.bfloat16),
         )
         for streams in ([1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1])
     ]

@@ -788,7 +788,7 @@ def paged_prefill_attention(
         # Beside long contexts of full heads, the programs of streaming heads end at once.
         num_sharing = num_sharing * num_heads // len(layout.full_heads)
     num_programs = num_tiles * num_heads + (num_sharing - num_heads if num_sharing else 0)
-    states = (None, None, None, 0) if splits is None else splits.arguments
+    states = splits.arguments if splits is not None else (None, None, None, 0)
     launch_kernel(
         _paged_prefill_attention_kernel, (num_programs,),
         *with_strides(out), *with_strides(lse), *states, num_sharing, num_tokens, visited,

@@ -47,7 +47,7 @@ Division = Literal["tiles", "keys", "queue"]
 """How a launch is divided among programs: a tile each, a tile's keys, or tiles from a queue."""
 
 MASKS = ("causal", "window", "offsets")
-"""What hides keys, each of them what the one before hides too, for which code takes registers."""
+"""What hides keys: each name stands for code that also serves the names before it."""
 
 
 class PrefillLayer(NamedTuple):
@@ -194,7 +194,7 @@ class WarpGroupKernel:
     head_dims: tuple[int, ...]
     divisions: tuple[Division, ...]
     max_odd_group: int = 0
-    """Most query heads per KV head where they do not divide a tile's rows: so many fill most."""
+    """Most query heads per KV head that do not divide a tile's rows: so many fill most of them."""
     min_rows: int = 0
     """Fewest queries of the longest chunk, times the query heads of a KV head."""
     min_queries: int = 0
@@ -283,9 +283,7 @@ class PrefillSplits:
     """[1] int32, tiles that programs of ``hopper_queue`` have taken; 0 between launches."""
 
     @property
-    def arguments(
-        self,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
+    def arguments(self) -> tuple[torch.Tensor | int | None, ...]:
         """The arguments of a kernel whose programs divide a tile's keys."""
         return self.states, self.states_lse, self.arrivals, self.num_splits
 
@@ -457,14 +455,9 @@ def prefills_decodes_too(layer: PrefillLayer, max_query_len: int, num_tokens: in
 
     It is where programs take tiles from a queue: a tile with one query of a decode is computed in
     0.7 of the time in which an H100's memory brings its keys, and that time passes beside the
-    products of other tiles. On an H100 one launch took 0.95 to 1.00 of
-    the time of a decode and a prefill launch one after the other, and up to 1.9 times that time
-    from an fp8 cache, whose codes are converted for all 128 rows of a tile.
-
-    Args:
-        layer: whose launch it is.
-        max_query_len: of the step's requests.
-        num_tokens: of all requests.
+    products of other tiles. On an H100 one launch took 0.95 to 1.00 of the time of a decode and a
+    prefill launch one after the other, and up to 1.9 times that time from an fp8 cache, whose
+    codes are converted for all 128 rows of a tile.
     """
     choice = choose_launch(layer, layer, max_query_len, num_tokens)
     is_queued = choice.kernel is not None and choice.division == "queue"
