@@ -4,8 +4,8 @@ python -m benchmarks.async_llm OUTPUT.json [--model M] [--batches 1,32,256] [--r
 
 LLM generates all prompts in one call; AsyncLLM has one task for each request, which reads every
 output it is given. Generation is greedy, end-of-sequence tokens ignored, without prefix caching.
-Without --model, both read one random checkpoint of the Qwen3-0.6B shape, which has no tokenizer
-(on a GPU, with transformers); with "smollm2" or "tiny", outputs have text.
+Without --model, both read one random checkpoint of the Qwen3-0.6B shape, which has no tokenizer;
+with "smollm2" or "tiny", outputs have text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.beside_vllm import write_checkpoint
+from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.measure.shapes import QWEN3_0_6B
 from mrv1 import LLM, AsyncLLM, SamplingParams
 from mrv1.device import resolve_device
 from mrv1.provenance import provenance
@@ -126,7 +128,10 @@ def main() -> None:
         rows = asyncio.run(measure(arguments.model, arguments))
     else:
         with tempfile.TemporaryDirectory() as checkpoint:
-            write_checkpoint(Path(checkpoint))
+            device = resolve_device(arguments.device)
+            write_checkpoint(
+                Path(checkpoint), QWEN3_0_6B, device=device, dtype=torch.bfloat16, seed=0
+            )
             rows = asyncio.run(measure(checkpoint, arguments))
     result = {
         "op": "async llm",

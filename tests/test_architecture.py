@@ -774,7 +774,7 @@ KEEPING = [
     ),
     (
         no_code_of_a_checkpoint_runs,
-        "benchmarks.engines.machine",
+        "benchmarks.engines.driver",
         "from mrv1.models import ModelConfig\nModelConfig.from_pretrained(path)",
     ),
     (no_code_of_a_checkpoint_runs, "runner.compile_ahead", "pickle.load(sys.stdin.buffer)"),

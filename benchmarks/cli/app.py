@@ -13,15 +13,15 @@ from benchmarks.cli import report as bench_report
 from benchmarks.cli import sampler as bench_sampler
 from benchmarks.cli import serving as bench_serving
 from benchmarks.cli import vllm as bench_vllm
-from benchmarks.cli.kernels import Output
+from benchmarks.cli.shared import DEFAULT_SHAPE, Output, Shape, chosen_shape
+from benchmarks.cli.shared import HELP as SHARED
 from benchmarks.engines.generate import GenerateBench, run_generate
 from benchmarks.engines.runner import RunnerBench, run_runner
-from benchmarks.measure.shapes import SHAPES
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import host_rows
 from mrv1.cli.console import say, second_interrupt_ends, show_table
 from mrv1.cli.help import Command, Group
-from mrv1.cli.options import MODEL_HELP, FieldsOf, command
+from mrv1.cli.options import FieldsOf, command
 from mrv1.cli.results import check_target, write_result
 from mrv1.device import resolve_device
 
@@ -41,23 +41,13 @@ app.command("serving", cls=Command)(bench_serving.serving)
 app.command("vllm", cls=Command)(bench_vllm.vllm)
 app.command("report", cls=Command)(bench_report.report)
 
-DEFAULT_SHAPE = "qwen3-0.6b"
 CPU_SHAPE = "tiny-random"
 ON_CPU = {"batches": (1, 4), "waiting": (0, 100)}
 
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
-        f"Default without --model: {DEFAULT_SHAPE} (bench runner on a CPU: tiny-random)."
-    ),
-]
 NAMES = {"batches": "batch"}
-HELP = {
-    "model": f"Model to run instead of --shape. {MODEL_HELP}",
+HELP = SHARED | {
     "prompt_tokens": "Tokens of each prompt.",
     "enable_prefix_caching": "Reuse cached blocks of equal prefixes; random prompts have none.",
-    "commit": "Commit to record in the result. Default: from git.",
 }
 
 
@@ -75,9 +65,7 @@ def generate(
     output: Output = None,
 ) -> None:
     """Measure whole-engine generation: tokens/s and the time of a decode step."""
-    if shape is None and "model" not in options:
-        shape = DEFAULT_SHAPE
-    bench = GenerateBench(shape=shape, **options)
+    bench = GenerateBench(shape=chosen_shape(shape, options), **options)
     check_target("--output", output)
     result = run_generate(bench, say)
     write_result(result, output)
@@ -97,8 +85,7 @@ def runner(
     small: shape tiny-random, batches of 1 and 4, 0 and 100 waiting requests.
     """
     on_gpu = resolve_device(options["device"]).type == "cuda"
-    if shape is None and "model" not in options:
-        shape = DEFAULT_SHAPE if on_gpu else CPU_SHAPE
+    shape = chosen_shape(shape, options, DEFAULT_SHAPE if on_gpu else CPU_SHAPE)
     bench = RunnerBench(shape=shape, **({} if on_gpu else ON_CPU) | options)
     check_target("--output", output)
     result = run_runner(bench, say)

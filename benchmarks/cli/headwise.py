@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from benchmarks.cli.kernels import Output
+from benchmarks.cli.shared import HELP as SHARED
+from benchmarks.cli.shared import Output
 from benchmarks.engines.capacity import run_capacity
 from benchmarks.engines.headwise import HeadwiseBench, run_headwise
 from benchmarks.engines.headwise_options import VARIANTS, HeadwiseOptions
@@ -16,7 +17,7 @@ from mrv1.cli.options import FieldsOf, command, words
 from mrv1.cli.results import check_target, write_result
 
 NAMES = {"policy": "head-policy"}
-HELP = {
+HELP = SHARED | {
     "shape": f"Model shape to run with random weights: {', '.join(SHAPES)}.",
     "policy": "Head policy: a rule such as ratio=0.5,window=256,sink=64, a JSON file, or a folder "
     "(DuoAttention pattern or checkpoint). Default: made from --streaming-ratio.",
@@ -33,7 +34,6 @@ HELP = {
     "output_tokens": "Tokens to generate for each prompt.",
     "num_requests": "Requests, all added at once.",
     "seed": "Seed of weights and prompts.",
-    "commit": "Commit to record in the result. Default: from git.",
 }
 PARSERS = {"policy": str, "variants": words}
 

@@ -9,21 +9,23 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from benchmarks.cli.shared import HELP as SHARED
+from benchmarks.cli.shared import Output, cells
 from benchmarks.kernels.attention import run_attention
-from benchmarks.kernels.attention_case import Cell
 from benchmarks.kernels.attention_options import AttentionBench
 from benchmarks.kernels.kv_write import KVWriteBench, run_kv_write
+from benchmarks.report.charts import attention_chart
 from benchmarks.report.columns import column, console
-from benchmarks.report.plot import plot_attention
+from benchmarks.report.draw import plot as write_plot
+from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import variant_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, counts, words
 from mrv1.cli.results import check_target, write_result
 
-Output = Annotated[Path | None, typer.Option(dir_okay=False, help="JSON file for the result.")]
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
-HELP = {
+HELP = SHARED | {
     "dtype": "Dtype of the inputs: float32, float16 or bfloat16.",
     "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head; "
     "one variant has a scale per quarter of a block and head.",
@@ -33,12 +35,7 @@ HELP = {
     "peers": "Other implementations to measure too, comma-separated; '' for none.",
     "repeats": "Timed samples of each implementation.",
     "seed": "Seed of the random data.",
-    "commit": "Commit to record in the result. Default: from git.",
 }
-
-
-def _cells(text: str) -> tuple[Cell, ...]:
-    return tuple(Cell.parse(cell) for cell in text.split(",") if text)
 
 
 @command
@@ -54,7 +51,7 @@ def attention(
                 "decodes to a prefill. Default: a grid.",
                 "query_len": "Tokens a prefill computes, the last of each request. Default: all.",
             },
-            parsers={"cells": _cells, "peers": words},
+            parsers={"cells": cells, "peers": words},
         ),
     ],
     output: Output = None,
@@ -74,7 +71,7 @@ def attention(
     result: dict[str, Any] = run_attention(bench, say)
     write_result(result, output)
     if plot is not None:
-        plot_attention(result, plot)
+        write_plot(attention_chart(ResultFile(plot.name, result)), plot)
         say(f"plotted to {plot}")
     for name, version in result["peers"].items():
         say(f"peer {name}: {version}")

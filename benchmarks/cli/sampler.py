@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
-from benchmarks.cli.kernels import HELP, Output
+from benchmarks.cli.kernels import HELP
+from benchmarks.cli.shared import Output
 from benchmarks.kernels.sampler import SamplerBench, run_sampler
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import variant_rows

@@ -8,21 +8,21 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from benchmarks.cli.kernels import Output
+from benchmarks.cli.shared import HELP as SHARED
+from benchmarks.cli.shared import Output, Shape, chosen_shape
 from benchmarks.engines.serving import ENGINES, ServingBench, arrivals, run_serving
-from benchmarks.measure.shapes import SHAPES
+from benchmarks.report.charts import serving_chart
 from benchmarks.report.columns import COLUMNS, console
-from benchmarks.report.plot import plot_serving
+from benchmarks.report.draw import plot as write_plot
+from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import serving_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
-from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
+from mrv1.cli.options import FieldsOf, command, words
 from mrv1.cli.results import check_target, write_result
 from mrv1.errors import ConfigError
 
-DEFAULT_SHAPE = "qwen3-0.6b"
-HELP = {
-    "model": f"Model to run instead of --shape. {MODEL_HELP}",
+HELP = SHARED | {
     "engines": f"What to measure, comma-separated: {', '.join(ENGINES)}. mrv1-fp8: with an fp8 KV "
     "cache.",
     "peak_share": "Let conversations arrive at this share of the first engine's peak: of what it "
@@ -33,7 +33,6 @@ HELP = {
     "for each request; the turns of a conversation follow each other.",
     "top_p": "Draw from the likeliest tokens with this probability together.",
     "top_k": "Draw from this many likeliest tokens; -1 = from all.",
-    "commit": "Commit to record in the result. Default: from git.",
 }
 
 
@@ -65,13 +64,7 @@ def serving(
             parsers={"engines": words, "goodput": _limits, "lengths": Path},
         ),
     ],
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
-            f"Default without --model: {DEFAULT_SHAPE}."
-        ),
-    ] = None,
+    shape: Shape = None,
     output: Output = None,
     plot: Annotated[
         Path | None,
@@ -83,9 +76,7 @@ def serving(
     Each engine runs in a process of its own, on the same checkpoint and the same requests. Before
     the times, the first tokens of the engines are compared.
     """
-    if shape is None and "model" not in options:
-        shape = DEFAULT_SHAPE
-    bench = ServingBench(shape=shape, **options)
+    bench = ServingBench(shape=chosen_shape(shape, options), **options)
     check_target("--output", output)
     check_target("--plot", plot)
     if plot is not None:
@@ -93,7 +84,7 @@ def serving(
     result = run_serving(bench, say)
     write_result(result, output)
     if plot is not None:
-        plot_serving(result, plot)
+        write_plot(serving_chart(ResultFile(plot.name, result)), plot)
         say(f"plotted to {plot}")
     show_table(_table(result))
     for engine, ratios in result["over_vllm"].items():

@@ -7,45 +7,31 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from benchmarks.cli.kernels import Output
+from benchmarks.cli.shared import HELP as SHARED
+from benchmarks.cli.shared import Output, Shape, cells, chosen_shape
 from benchmarks.engines.vllm import MODES, VLLMBench, run_vllm
-from benchmarks.kernels.attention_case import Cell
-from benchmarks.measure.shapes import SHAPES
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import cell_rows, mode_rows
 from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
-from mrv1.cli.options import MODEL_HELP, FieldsOf, command, words
+from mrv1.cli.options import FieldsOf, command, words
 from mrv1.cli.results import check_target, write_result
 
-DEFAULT_SHAPE = "qwen3-0.6b"
-HELP = {
-    "model": f"Model to run instead of --shape. {MODEL_HELP}",
+HELP = SHARED | {
     "modes": f"What to measure, comma-separated: {', '.join(MODES)}. backend: vLLM with mrv1's "
     "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache. The first one "
     "that starts is what the others are compared with.",
     "cells": "BATCHxPROMPT pairs, such as 1x128,32x8192: concurrent requests, and the tokens of "
     "each prompt.",
-    "commit": "Commit to record in the result. Default: from git.",
 }
-
-
-def _cells(text: str) -> tuple[Cell, ...]:
-    return tuple(Cell.parse(cell) for cell in text.split(",") if text)
 
 
 @command
 def vllm(
     options: Annotated[
         dict[str, Any],
-        FieldsOf(cls=VLLMBench, help=HELP, parsers={"modes": words, "cells": _cells}),
+        FieldsOf(cls=VLLMBench, help=HELP, parsers={"modes": words, "cells": cells}),
     ],
-    shape: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Model shape to run with random weights: {', '.join(SHAPES)}. "
-            f"Default without --model: {DEFAULT_SHAPE}."
-        ),
-    ] = None,
+    shape: Shape = None,
     output: Output = None,
 ) -> None:
     """Measure vLLM alone, with mrv1's attention backend and with mrv1's worker.
@@ -54,9 +40,7 @@ def vllm(
     times, its first tokens are compared with those of vLLM alone. Needs vLLM; on a CPU only the
     worker runs.
     """
-    if shape is None and "model" not in options:
-        shape = DEFAULT_SHAPE
-    bench = VLLMBench(shape=shape, **options)
+    bench = VLLMBench(shape=chosen_shape(shape, options), **options)
     check_target("--output", output)
     result = run_vllm(bench, say)
     write_result(result, output)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines.client import Served
-from benchmarks.engines.machine import Machine, prepare, shared_checkpoint
-from benchmarks.engines.serving_run import ServingJob, WorkloadRuns, measure_serving
-from benchmarks.engines.vllm import (
-    FP8_NEAR_TIE,
+from benchmarks.engines.driver import (
     INTERRUPTED,
-    NEAR_TIE,
-    NEAR_TIES,
     FirstTokens,
-    agreement,
-    describe,
+    Machine,
+    Say,
+    compared,
+    header,
+    prepared,
+    process,
 )
+from benchmarks.engines.serving_run import ServingJob, WorkloadRuns, measure_serving
 from benchmarks.engines.workload import Conversation, Workload
-from benchmarks.measure.child import ChildError, run_in_child
 from benchmarks.measure.options import CheckpointBench
 from mrv1.errors import ConfigError
+from mrv1.models import ModelConfig
 from mrv1.provenance import version_of
 
 SCHEMA = 2
@@ -44,8 +44,6 @@ LIMITS = ("ttft", "tpot", "e2el")
 
 NUM_PROBES, MOST_PROBE_TOKENS = 32, 1024
 """Prompts whose first tokens are compared, and the tokens of the longest of them."""
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +173,17 @@ def run_workloads(
             "engines: expected the package vllm to be installed for vllm, got none; "
             "pip install 'mrv1[vllm]'"
         )
-    with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
-        checkpoint, config = shared_checkpoint(bench, Path(folder))
-        conversations = [each.conversations(0, config.vocab_size) for each in benches]
-        options = bench.engine_options([each for some in conversations for each in some])
-        if bench.shape is not None:
-            longest = max(config.max_model_len, options["max_model_len"])
-            config = replace(config, max_model_len=longest)
-        (machine,) = run_in_child(prepare, bench, config, checkpoint)
+
+    def planned(config: ModelConfig) -> tuple[list[list[Conversation]], dict[str, Any]]:
+        """Return the conversations of each workload, and the options of the engines."""
+        found = [each.conversations(0, config.vocab_size) for each in benches]
+        return found, bench.engine_options([each for some in found for each in some])
+
+    def longest(config: ModelConfig) -> int:
+        return int(planned(config)[1]["max_model_len"])
+
+    with prepared(bench, longest) as (checkpoint, config, machine):
+        conversations, options = planned(config)
         measured: list[dict[str, Measured]] = [{} for _ in benches]
         for name in names:
             own = [index for index, each in enumerate(benches) if name in each.engines]
@@ -212,12 +213,7 @@ def _result(
     """Return the result of a workload; ``measured`` may lack some of its engines."""
     engines = {name: measured.get(name, Measured(error=INTERRUPTED)) for name in bench.engines}
     return {
-        "op": "serving",
-        "schema": SCHEMA,
-        "shape": bench.shape or bench.model,
-        "weights": "random" if bench.shape else "checkpoint",
-        "dtype": str(machine.dtype).removeprefix("torch."),
-        **machine.provenance,
+        **header("serving", SCHEMA, bench, machine),
         "peers": {"vllm": version} if "vllm" in engines else {},
         "conditions": conditions,
         "interrupted": any(engine.error == INTERRUPTED for engine in engines.values()),
@@ -285,7 +281,7 @@ def _job(
         engine=engine,
         options={
             "model": str(checkpoint),
-            "dtype": str(machine.dtype).removeprefix("torch."),
+            "dtype": machine.dtype_name,
             **options,
             **own,
         },
@@ -304,19 +300,15 @@ def _measure(
     say: Say,
 ) -> list[Measured]:
     """Return what an engine's process finished; first tokens are compared with the ``firsts``."""
-    found = [Measured() for _ in benches]
-    near_tie = NEAR_TIES.get(machine.dtype, NEAR_TIE)
-    if "kv_cache_dtype" in job.options:
-        near_tie = FP8_NEAR_TIE
-    name = job.engine
-    try:
-        events = run_in_child(measure_serving, job)
+    found, name = [Measured() for _ in benches], job.engine
+    with (
+        suppress(KeyboardInterrupt),
+        process(name, measure_serving, job, lambda error: _end(found, error), say) as events,
+    ):
         start_s, first_tokens = next(events), next(events)
         say(f"{name}: started in {start_s:.1f} s")
-        first, agreed = firsts[0], None
-        if first is not None and first.first_tokens is not None:
-            agreed = agreement(first.first_tokens, first_tokens, near_tie)
-            say(f"{name}: first tokens: {describe(agreed)}")
+        beside = None if firsts[0] is None else firsts[0].first_tokens
+        agreed = compared(name, beside, first_tokens, machine.near_tie(ENGINES[name]), say)
         for measured in found:
             measured.start_s, measured.first_tokens = start_s, first_tokens
             measured.agreement = agreed
@@ -333,14 +325,6 @@ def _measure(
                 )
             measured.figures = medians(measured.runs)
         next(events, None)  # the process has ended
-    except ChildError as error:
-        for line in error.log:
-            say(f"{name} | {line}")
-        _end(found, str(error))
-        say(f"{name}: failed: {error}")
-    except KeyboardInterrupt:
-        _end(found, INTERRUPTED)
-        say(f"{name}: {INTERRUPTED}")
     return found
 
 

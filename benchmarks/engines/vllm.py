@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engines.machine import Machine, prepare, shared_checkpoint
+from benchmarks.engines.driver import (
+    INTERRUPTED,
+    FirstTokens,
+    Machine,
+    Say,
+    compared,
+    header,
+    prepared,
+    process,
+)
 from benchmarks.kernels.attention_case import Cell
-from benchmarks.measure.child import ChildError, run_in_child
 from benchmarks.measure.floor import step_kv_bytes, step_weight_bytes
 from benchmarks.measure.options import CheckpointBench
 from benchmarks.peers.vllm_engine import Job, measure_engine
@@ -48,21 +55,6 @@ MODES: dict[str, dict[str, Any]] = {
 NUM_PROBES = 32
 """Prompts whose first tokens are compared."""
 MOST_PROBE_TOKENS = 1024
-
-NEAR_TIES = {torch.float16: 2**-6, torch.bfloat16: 2**-3}
-"""Dtype -> the largest lead of a token over the next best that rounding can undo, as a difference
-of log-probabilities: four steps of a logit between 4 and 8."""
-NEAR_TIE = 1e-3
-"""The same for wider dtypes, whose sums have another order in every engine."""
-FP8_NEAR_TIE = 0.5
-"""The same with an fp8 cache: 2**-4 of each element of K and V, averaged by attention."""
-
-INTERRUPTED = "interrupted"
-"""Error of what Ctrl-C has ended."""
-
-Say = Callable[[str], None]
-FirstTokens = Sequence[Sequence[float]]
-"""For each prompt the first token's id, and the lead of its log-probability over the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,12 +146,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         raise ConfigError(
             "vllm: expected the package vllm to be installed, got none; pip install 'mrv1[vllm]'"
         )
-    with tempfile.TemporaryDirectory(prefix="mrv1-bench-") as folder:
-        checkpoint, config = shared_checkpoint(bench, Path(folder))
-        if bench.shape is not None:
-            longest = bench.engine_options()["max_model_len"]
-            config = replace(config, max_model_len=max(config.max_model_len, longest))
-        (machine,) = run_in_child(prepare, bench, config, checkpoint)
+    longest = bench.engine_options()["max_model_len"]
+    with prepared(bench, lambda _: longest) as (checkpoint, config, machine):
         modes = {name: Mode(samples=[[] for _ in bench.cells]) for name in bench.modes}
         jobs = {name: _job(bench, name, config, checkpoint, machine) for name in bench.modes}
         with suppress(KeyboardInterrupt):
@@ -169,12 +157,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             if not mode.starts_s and mode.error is None:
                 mode.error = INTERRUPTED
     return {
-        "op": "vllm",
-        "schema": SCHEMA,
-        "shape": bench.shape or bench.model,
-        "weights": "random" if bench.shape else "checkpoint",
-        "dtype": str(machine.dtype).removeprefix("torch."),
-        **machine.provenance,
+        **header("vllm", SCHEMA, bench, machine),
         "peers": {"vllm": version},
         "copy_bandwidth_bytes_per_s": machine.bandwidth,
         "conditions": {
@@ -234,17 +217,16 @@ def _job(
     options = {
         "model": str(checkpoint),
         "skip_tokenizer_init": True,
-        "dtype": str(machine.dtype).removeprefix("torch."),
+        "dtype": machine.dtype_name,
         "disable_log_stats": True,
         **bench.engine_options(),
     }
     runs = range(bench.repeats + 1)
-    near_tie = NEAR_TIES.get(machine.dtype, NEAR_TIE)
     return Job(
         engine=options | MODES[mode],
         on_cpu=machine.on_cpu,
         probes=bench.probes(config.vocab_size),
-        near_tie=FP8_NEAR_TIE if "kv_cache_dtype" in MODES[mode] else near_tie,
+        near_tie=machine.near_tie(MODES[mode]),
         runs=[bench.prompts(cell, run, config.vocab_size) for cell in bench.cells for run in runs],
         output_tokens=bench.output_tokens,
     )
@@ -281,59 +263,32 @@ def _measure(
 ) -> Generator[bool]:
     """Add what a process of a mode measures; yield True after its start, and after each run."""
     mode, beside = modes[name], modes.get(reference(modes) or "")
-    try:
-        with closing(run_in_child(measure_engine, job)) as events:
-            mode.starts_s.append(next(events))
-            say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
-            first_tokens = next(events)
-            if mode.first_tokens is None:
-                mode.first_tokens = first_tokens
-                if beside is not None and beside.first_tokens is not None:
-                    mode.agreement = agreement(beside.first_tokens, first_tokens, job.near_tie)
-                    say(f"{name}: first tokens: {describe(mode.agreement)}")
+
+    def end(error: str) -> None:
+        mode.error = error
+
+    with process(name, measure_engine, job, end, say) as events:
+        mode.starts_s.append(next(events))
+        say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
+        first_tokens = next(events)
+        if mode.first_tokens is None:
+            mode.first_tokens = first_tokens
+            expected = None if beside is None else beside.first_tokens
+            mode.agreement = compared(name, expected, first_tokens, job.near_tie, say)
+        yield True
+        for cell, samples in zip(bench.cells, mode.samples, strict=True):
+            next(events)  # not counted
             yield True
-            for cell, samples in zip(bench.cells, mode.samples, strict=True):
-                next(events)  # not counted
+            for _ in range(bench.repeats):
+                samples.append(next(events))
                 yield True
-                for _ in range(bench.repeats):
-                    samples.append(next(events))
-                    yield True
-                figures = cell_figures(samples[-bench.repeats :], cell.batch, bench.output_tokens)
-                say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
-            for unexpected in events:  # none: the process ends
-                raise RuntimeError(f"events: expected no more, got {unexpected}")
-    except ChildError as error:
-        mode.error = str(error)
-        for line in error.log:
-            say(f"{name} | {line}")
-        say(f"{name}: failed: {error}")
-    except (KeyboardInterrupt, GeneratorExit):
-        mode.error = INTERRUPTED
-        say(f"{name}: {INTERRUPTED}")
-        raise
+            figures = cell_figures(samples[-bench.repeats :], cell.batch, bench.output_tokens)
+            say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
+        for unexpected in events:  # none: the process ends
+            raise RuntimeError(f"events: expected no more, got {unexpected}")
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
-
-
-def agreement(expected: FirstTokens, found: FirstTokens, near_tie: float) -> dict[str, int]:
-    """Count the first tokens that are equal, and those that are not.
-
-    A token that differs is a near tie if the expected one led by at most ``near_tie``.
-    """
-    counts = {"equal": 0, "near_ties": 0, "different": 0}
-    for (wanted, lead), (token, _) in zip(expected, found, strict=True):
-        kind = "equal" if token == wanted else "near_ties" if lead <= near_tie else "different"
-        counts[kind] += 1
-    return counts
-
-
-def describe(counts: Mapping[str, int]) -> str:
-    """Return an agreement in words."""
-    return (
-        f"{counts['equal']} of {sum(counts.values())} equal, {counts['near_ties']} at near ties, "
-        f"{counts['different']} different"
-    )
 
 
 def cell_figures(

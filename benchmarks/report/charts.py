@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from benchmarks.engines.serving import arrivals
 from benchmarks.report.columns import COLUMNS
 from benchmarks.report.engines import starts
 from benchmarks.report.files import OURS, ResultFile, devices, own_device
 from benchmarks.report.longest import Cell, Runs, longest_runs, peer, said_runs
-from benchmarks.report.plot import cells_by_bytes
+from benchmarks.report.rows import cells_by_bytes
 
 CACHES = ("auto", "fp8_e4m3")
 NAMES = {
@@ -91,7 +92,7 @@ def charts(of: dict[str, list[ResultFile]]) -> Iterator[Chart]:
     for file in of.get("serving", []):
         figures = [engine["figures"] for engine in file.result["results"].values()]
         if any(each and each["ttft_ms"] for each in figures):
-            yield _serving(file)
+            yield serving_chart(file)
     yield from _inside_vllm(of.get("vllm", []))
     decode, prefill = (
         [file for file in of.get("attention", []) if file.result["mode"] == mode]
@@ -150,7 +151,7 @@ def _throughput(file: ResultFile, longest: Mapping[tuple[str, Cell], Runs]) -> C
     return Chart(file.stem, title, (panel,), (file.name,), caption)
 
 
-def _serving(file: ResultFile) -> Chart:
+def serving_chart(file: ResultFile) -> Chart:
     """Chart the times by percentile: a panel for each time that was measured."""
     result = file.result
     engines = {
@@ -221,32 +222,46 @@ def _by_cache(
         own = [file for file in files if file.result["kv_dtype"] == kv_dtype and _is_plain(file)]
         if own:
             chosen.append(max(own, key=lambda file: len(file.result["results"])))
-    panels = []
-    for file in chosen:
-        labels, variants = cells_by_bytes(file.result, figure)
-        series = (
-            Series(
-                NAMES.get(variant, variant),
-                tuple((float(x), y / unit) for x, y in enumerate(values) if y is not None),
-            )
-            for variant, values in variants.items()
-        )
-        conditions = file.result["conditions"]
-        panels.append(
-            Panel(
-                f"{_cache(file)}, {conditions['num_q_heads']} query heads over "
-                f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}"
-                + _second_line(own_device(file, chosen)),
-                "requests x tokens of context, by bytes to move",
-                label,
-                _ticks(labels),
-                tuple(each for each in series if each.points),
-                scale,
-            )
-        )
-    if panels:
+    if chosen:
+        panels = [
+            _cells(file, figure, scale, label, unit, own_device(file, chosen)) for file in chosen
+        ]
         title = f"{subject}, {chosen[0].result['dtype']}, {devices(chosen)}"
         yield Chart(name, title, tuple(panels), tuple(file.name for file in chosen))
+
+
+def attention_chart(file: ResultFile) -> Chart:
+    """Return the chart of one file: shares of the copy bandwidth; times if there is no GPU."""
+    how = ("median_us", "log", "median time, us (no measurement)")
+    if file.result["copy_bandwidth_bytes_per_s"] is not None:
+        how = ("share_of_copy_bandwidth", "share", "share of the copy bandwidth")
+    title = f"{file.result['mode']} attention, {file.result['dtype']}, {file.device}"
+    return Chart(file.stem, title, (_cells(file, *how),), (file.name,))
+
+
+def _cells(
+    file: ResultFile, figure: str, scale: str, label: str, unit: float = 1, device: str = ""
+) -> Panel:
+    """Return a figure of each variant by cell; a device in the title where files have several."""
+    labels, variants = cells_by_bytes(file.result, figure)
+    series = (
+        Series(
+            NAMES.get(variant, variant),
+            tuple((float(x), y / unit) for x, y in enumerate(values) if y is not None),
+        )
+        for variant, values in variants.items()
+    )
+    conditions = file.result["conditions"]
+    return Panel(
+        f"{_cache(file)}, {conditions['num_q_heads']} query heads over "
+        f"{conditions['num_kv_heads']} KV heads of {conditions['head_dim']}"
+        + _second_line(device),
+        "requests x tokens of context, by bytes to move",
+        label,
+        _ticks(labels),
+        tuple(each for each in series if each.points),
+        scale,
+    )
 
 
 def _second_line(text: str) -> str:
@@ -274,18 +289,6 @@ def _kv_write(files: Sequence[ResultFile]) -> Iterator[Chart]:
     for file in files:
         result = file.result
         counts = [row["tokens"] for row in result["results"]]
-        names = dict.fromkeys(name for row in result["results"] for name in row["variants"])
-        series = (
-            Series(
-                NAMES.get(name, name),
-                tuple(
-                    (float(x), row["variants"][name]["median_us"])
-                    for x, row in enumerate(result["results"])
-                    if name in row["variants"]
-                ),
-            )
-            for name in names
-        )
         panels.append(
             Panel(
                 f"{_cache(file)}, {result['conditions']['slot_order']} in random order"
@@ -293,13 +296,29 @@ def _kv_write(files: Sequence[ResultFile]) -> Iterator[Chart]:
                 "tokens of a write",
                 "time, us",
                 _ticks(f"{count:,}" for count in counts),
-                tuple(series),
+                _variant_times(result["results"]),
                 "log",
             )
         )
     if files:
         title = f"KV cache write, {files[0].result['dtype']}, {devices(files)}"
         yield Chart("kv-write", title, tuple(panels), tuple(file.name for file in files))
+
+
+def _variant_times(rows: Sequence[dict[str, Any]]) -> tuple[Series, ...]:
+    """Return the times of each variant of a kernel, by row."""
+    names = dict.fromkeys(name for row in rows for name in row["variants"])
+    return tuple(
+        Series(
+            NAMES.get(name, name),
+            tuple(
+                (float(x), row["variants"][name]["median_us"])
+                for x, row in enumerate(rows)
+                if name in row["variants"]
+            ),
+        )
+        for name in names
+    )
 
 
 def _sampler(file: ResultFile) -> Chart:
@@ -310,18 +329,6 @@ def _sampler(file: ResultFile) -> Chart:
     panels = []
     for count in dict.fromkeys((counts[0], counts[-1])):
         rows = [row for row in entries if row["rows"] == count]
-        names = dict.fromkeys(name for row in rows for name in row["variants"])
-        series = (
-            Series(
-                NAMES.get(name, name),
-                tuple(
-                    (float(x), row["variants"][name]["median_us"])
-                    for x, row in enumerate(rows)
-                    if name in row["variants"]
-                ),
-            )
-            for name in names
-        )
         panels.append(
             Panel(
                 f"{count} {'row' if count == 1 else 'rows'} of "
@@ -329,7 +336,7 @@ def _sampler(file: ResultFile) -> Chart:
                 "case",
                 "time, us",
                 _ticks(row["params"] for row in rows),
-                tuple(series),
+                _variant_times(rows),
                 "log",
             )
         )

@@ -1,4 +1,4 @@
-"""A chart as an SVG picture, by matplotlib."""
+"""A chart as a picture, by matplotlib."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import io
 import re
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report.charts import Chart, Panel, Series, series_range
+from mrv1.calibration.plot import require_matplotlib
 
 WIDTH_IN, PANEL_IN, TITLE_IN = 8.6, 3.0, 0.5
 LABEL_SHARE = 0.24
@@ -56,30 +58,47 @@ def drawn_digest(picture: str) -> str | None:
 def draw(chart: Chart) -> str:
     """Return the chart as an SVG: axes with units, a name at the end of each line."""
     import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    buffer = io.StringIO()
+    with mpl.rc_context(STYLE | {"svg.hashsalt": chart.name}):
+        metadata = {"Date": None, "Description": digest(chart)}
+        _figure(chart).savefig(buffer, format="svg", metadata=metadata)
+    return "\n".join(line.strip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def plot(chart: Chart, path: Path) -> None:
+    """Write the chart as a PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        _figure(chart).savefig(path, format="png", dpi=150)
+
+
+def _figure(chart: Chart) -> Any:  # noqa: ANN401 - matplotlib is imported when it draws
     from matplotlib.figure import Figure
 
     heights = [_height(panel) for panel in chart.panels]
     height = sum(heights) + TITLE_IN
-    with mpl.rc_context(STYLE | {"svg.hashsalt": chart.name}):
-        figure = Figure(figsize=(WIDTH_IN, height), facecolor="white")
-        FigureCanvasSVG(figure)
-        figure.text(0.02, 1 - 0.3 / height, chart.title, fontsize=11.5, weight="bold")
-        top = height - TITLE_IN
-        for panel, own in zip(chart.panels, heights, strict=True):
-            below = _below(panel)
-            inside = own - below - (0.35 if panel.title else 0.1)
-            bottom = (top - own + below) / height
-            left = 0.39 if panel.is_bars else 0.12
-            right = 0.08 if panel.is_bars else LABEL_SHARE
-            axes = figure.add_axes((left, bottom, 1 - left - right, inside / height))
-            _bars(axes, panel) if panel.is_bars else _lines(axes, panel)
-            axes.set_title(panel.title, fontsize=9.5, loc="left")
-            axes.spines[["top", "right"]].set_visible(False)
-            top -= own
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Description": digest(chart)})
-    return "\n".join(line.strip() for line in buffer.getvalue().splitlines()) + "\n"
+    figure = Figure(figsize=(WIDTH_IN, height), facecolor="white")
+    figure.text(0.02, 1 - 0.3 / height, chart.title, fontsize=11.5, weight="bold")
+    top = height - TITLE_IN
+    for panel, own in zip(chart.panels, heights, strict=True):
+        below = _below(panel)
+        inside = own - below - (0.35 if panel.title else 0.1)
+        bottom = (top - own + below) / height
+        left = 0.39 if panel.is_bars else 0.12
+        right = 0.08 if panel.is_bars else LABEL_SHARE
+        axes = figure.add_axes((left, bottom, 1 - left - right, inside / height))
+        _bars(axes, panel) if panel.is_bars else _lines(axes, panel)
+        axes.set_title(panel.title, fontsize=9.5, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+        top -= own
+    return figure
 
 
 def _height(panel: Panel) -> float:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.engines.vllm import describe
-from benchmarks.report.plot import cell_label
+from benchmarks.engines.driver import describe
 
 Rows = list[dict[str, Any]]
 
@@ -100,3 +99,34 @@ def headwise_rows(result: dict[str, Any]) -> Rows:
 def _less(saving: dict[str, float] | None) -> str:
     """Return an interval; nothing for the first cache, for one run, and in an older file."""
     return "" if saving is None else f", {saving['low']:.1%} to {saving['high']:.1%} less"
+
+
+def cells_by_bytes(
+    result: dict[str, Any], key: str
+) -> tuple[list[str], dict[str, list[float | None]]]:
+    """Return the cells' labels by rising bytes, and each variant's figure for every cell.
+
+    Cells of equal bytes are in order of the batch. A variant that did not run a cell has None.
+    """
+    entries = sorted(result["results"], key=lambda e: (e["bytes_moved"], e["batch"]))
+    names = dict.fromkeys(name for entry in entries for name in entry["variants"])
+    figures = {
+        name: [entry["variants"].get(name, {}).get(key) for entry in entries] for name in names
+    }
+    return [cell_label(entry) for entry in entries], figures
+
+
+def cell_label(entry: dict[str, Any]) -> str:
+    """Return "batch x context", or "batch x queries of context" for the end of a prompt.
+
+    Requests of one query in the same launch come behind: "+ number x context".
+    """
+    context = f"{entry['context']}"
+    if entry.get("shortest"):
+        context = f"{entry['shortest']} to {context}"
+    if 1 < entry["query_len"] < entry["context"]:
+        context = f"{entry['query_len']} of {context}"
+    label = f"{entry['batch']} x {context}"
+    if entry.get("num_decodes"):
+        label += f" + {entry['num_decodes']} x {entry['decode_context']}"
+    return label

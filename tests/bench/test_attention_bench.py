@@ -20,8 +20,10 @@ from benchmarks.kernels.attention_options import AttentionBench
 from benchmarks.measure.options import KVDtype
 from benchmarks.peers import Peer
 from benchmarks.peers import attention as peers
-from benchmarks.report import plot
-from benchmarks.report.plot import plot_attention
+from benchmarks.report.charts import Chart, attention_chart
+from benchmarks.report.draw import plot
+from benchmarks.report.files import ResultFile
+from benchmarks.report.rows import cells_by_bytes
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.kernels import PrefillSplits, reference
 
@@ -410,7 +412,7 @@ def test_plot_is_a_png(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(comparison, "copy_bandwidth", lambda _: bandwidth)
     result = run_attention(AttentionBench(**SMALL, kv_dtype=kv_dtype))
-    plot_attention(result, tmp_path / "x.png")
+    plot(attention_chart(ResultFile("x.json", result)), tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -424,7 +426,7 @@ def test_cells_of_a_plot_are_sorted_by_bytes_then_batch():
 
     cells = [cell(8, 30, mrv1=0.9, peer=0.5), cell(4, 30, mrv1=0.8), cell(9, 10, mrv1=0.7)]
     cells[0] |= {"query_len": 2}
-    labels, series = plot.cells_by_bytes({"results": cells}, "share")
+    labels, series = cells_by_bytes({"results": cells}, "share")
     assert labels == ["9 x 64", "4 x 64", "8 x 2 of 64"]
     assert series == {"mrv1": [0.7, 0.8, 0.9], "peer": [None, None, 0.5]}
 
@@ -432,7 +434,7 @@ def test_cells_of_a_plot_are_sorted_by_bytes_then_batch():
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mrv1.calibration.plot.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"--plot: .*pip install 'mrv1\[bench\]'"):
-        plot.require_matplotlib()
+        plot(Chart("x", "", (), ()), Path("x.png"))
 
 
 # --- options -------------------------------------------------------------------------------------

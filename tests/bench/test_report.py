@@ -40,8 +40,8 @@ from benchmarks.report.kernels import kernel_table, products_table, sampler_tabl
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import ABOUT, other_file
 from benchmarks.report.page import BEGIN, END, KNOWN, NONE_YET, with_block
-from benchmarks.report.plot import cell_label
 from benchmarks.report.policies import capacity_table, headwise_table
+from benchmarks.report.rows import cell_label
 from mrv1.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]

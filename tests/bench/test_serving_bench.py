@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from benchmarks import serving_rows
-from benchmarks.engines import client, serving, serving_run
+from benchmarks.engines import client, driver, serving, serving_run
 from benchmarks.engines.client import Progress, Served, serve
-from benchmarks.engines.machine import Machine
+from benchmarks.engines.driver import Machine
 from benchmarks.engines.serving import (
     ServingBench,
     arrivals,
@@ -35,7 +35,9 @@ from benchmarks.engines.workload import Conversation, Turn
 from benchmarks.measure.child import ChildError
 from benchmarks.peers import vllm_serving
 from benchmarks.peers.vllm_serving import VLLMServed
-from benchmarks.report.plot import plot_serving
+from benchmarks.report.charts import serving_chart
+from benchmarks.report.draw import plot
+from benchmarks.report.files import ResultFile
 from mrv1 import LLM, SamplingParams
 from mrv1.errors import ConfigError
 
@@ -308,7 +310,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     fake: dict[str, Any] = {"error": None, "interrupts": None, "jobs": {}}
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
-        if function is serving.prepare:
+        if function is driver.prepare:
             yield Machine(
                 on_cpu=True, dtype=torch.float32, bandwidth=None,
                 provenance={"device": {"name": "CPU"}, "commit": "c"},
@@ -331,7 +333,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         yield from fake["events"]
 
     monkeypatch.setattr(serving, "NUM_PROBES", 2)
-    monkeypatch.setattr(serving, "run_in_child", run)
+    monkeypatch.setattr(driver, "run_in_child", run)
     monkeypatch.setattr(serving, "version_of", lambda name: {"vllm": "0.26.0"}[name])
     return fake
 
@@ -366,7 +368,7 @@ def test_the_result_has_both_engines_and_survives_json(processes: dict[str, Any]
     assert jobs["mrv1"].workloads == jobs["vllm"].workloads
     same = {"model", "dtype", *bench.engine_options(bench.conversations(0, 10))}
     assert all(jobs["mrv1"].options[name] == jobs["vllm"].options[name] for name in same)
-    plot_serving(result, tmp_path / "plot.png")
+    plot(serving_chart(ResultFile("x.json", result)), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -448,12 +450,12 @@ def test_an_interrupt_keeps_what_was_measured(processes: dict[str, Any], interru
                 processes["interrupts"] = processes["events"][3 + 2 * interrupted]
             yield event
 
-    faked = serving.run_in_child
-    serving.run_in_child, said = run, []
+    faked = driver.run_in_child
+    driver.run_in_child, said = run, []
     try:
         *_, results = run_workloads(benches, said.append)
     finally:
-        serving.run_in_child = faked
+        driver.run_in_child = faked
     assert [[*result["results"]] for result in results] == [["mrv1", "vllm", "mrv1-fp8"]] * 2
     errors = [result["results"]["vllm"]["error"] for result in results]
     assert errors == [None if interrupted else "interrupted", "interrupted"]
@@ -516,7 +518,7 @@ def test_fp8_engines_have_an_fp8_cache_and_first_tokens_may_differ_more(
         leads.append(near_tie)
         return {"equal": 0, "near_ties": 0, "different": 0}
 
-    monkeypatch.setattr(serving, "agreement", found)
+    monkeypatch.setattr(driver, "agreement", found)
     engines = ("mrv1", "mrv1-fp8", "vllm")
     run_serving(ServingBench(**SMALL | {"repeats": 1}, engines=engines))
     options = {name: job.options.get("kv_cache_dtype") for name, job in processes["jobs"].items()}
@@ -527,7 +529,7 @@ def test_fp8_engines_have_an_fp8_cache_and_first_tokens_may_differ_more(
 def test_ctrl_c_keeps_the_file_and_has_its_exit_code(
     run_bench, processes, monkeypatch, tmp_path: Path
 ):
-    faked = serving.run_in_child
+    faked = driver.run_in_child
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
         for event in faked(function, *arguments):
@@ -535,7 +537,7 @@ def test_ctrl_c_keeps_the_file_and_has_its_exit_code(
                 raise KeyboardInterrupt
             yield event
 
-    monkeypatch.setattr(serving, "run_in_child", run)
+    monkeypatch.setattr(driver, "run_in_child", run)
     target = tmp_path / "result.json"
     result = run_bench(
         "serving", "--model", "tiny", "--device", "cpu", "--num-conversations", "2",

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engines import vllm
+from benchmarks.engines import driver, vllm
 from benchmarks.engines.checkpoint import write_checkpoint
-from benchmarks.engines.machine import Machine
-from benchmarks.engines.vllm import VLLMBench, agreement, cell_figures, run_vllm
+from benchmarks.engines.driver import Machine, agreement
+from benchmarks.engines.vllm import VLLMBench, cell_figures, run_vllm
 from benchmarks.kernels.attention_case import Cell
 from benchmarks.measure.child import ChildError, run_in_child
 from benchmarks.measure.floor import step_weight_bytes
@@ -226,7 +226,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     }
 
     def run(function: Any, *arguments: Any) -> Iterator[Any]:
-        if function is vllm.prepare:
+        if function is driver.prepare:
             yield Machine(
                 on_cpu=False, dtype=torch.bfloat16, bandwidth=BANDWIDTH,
                 provenance={"device": {"name": "H999"}},
@@ -243,7 +243,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             yield event
 
     all_options = {name for options in vllm.MODES.values() for name in options}
-    monkeypatch.setattr(vllm, "run_in_child", run)
+    monkeypatch.setattr(driver, "run_in_child", run)
     monkeypatch.setattr(vllm, "version_of", lambda name: {"vllm": "0.26.0"}[name])
     return fake
 

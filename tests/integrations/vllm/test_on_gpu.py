@@ -15,7 +15,7 @@ if find_spec("vllm") is None:
 import numpy as np
 import torch
 
-from benchmarks.engines.vllm import FP8_NEAR_TIE, NEAR_TIES
+from benchmarks.engines.driver import FP8_NEAR_TIE, NEAR_TIES
 from benchmarks.measure.child import ChildError, run_in_child
 from tests.integrations.vllm.gpu_models import (
     CONFIGS,
