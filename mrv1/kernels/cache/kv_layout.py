@@ -325,24 +325,16 @@ class KVLayout:
         Raises:
             ValueError: not one window or not one sink per head.
         """
-        page = block_size * head_dim
         windows = [-1] * num_kv_heads if window is None else list(window)
         sinks = [0] * num_kv_heads if sink is None else list(sink)
         for name, values in (("window", windows), ("sink", sinks)):
             if len(values) != num_kv_heads:
                 raise ValueError(f"{name}: expected {num_kv_heads} values, got {len(values)}")
-        return cls.build(
-            block_size=block_size,
-            head_dim=head_dim,
-            token_stride=head_dim,
-            head_base=[h * page for h in range(num_kv_heads)],
-            block_stride=[num_kv_heads * page] * num_kv_heads,
-            roles=[
-                HeadRole(window=windows[h], sink=sinks[h], table_offset=h * max_blocks, group=h)
-                for h in range(num_kv_heads)
-            ],
-            device=device,
-        )
+        roles = [
+            HeadRole(window=windows[h], sink=sinks[h], table_offset=h * max_blocks, group=h)
+            for h in range(num_kv_heads)
+        ]
+        return cls.hnd(num_kv_heads, block_size, head_dim, roles=roles, device=device)
 
     def table_rows(self, block_table: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """Return ``block_table`` as one row per request.

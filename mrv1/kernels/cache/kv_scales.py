@@ -105,7 +105,11 @@ class KVScales:
                 "k_scale: expected shape [blocks, kv_heads, block_size], "
                 f"got {list(k_scale.shape)}"
             )
-        return cls._side_by_side(k_scale, v_scale, "token", codes)
+        _, num_kv_heads, per_block = k_scale.shape
+        roles = [HeadRole()] * num_kv_heads
+        return cls.head_groups(
+            k_scale, v_scale, roles, [0], per_block, granularity="token", codes=codes
+        )
 
     @classmethod
     def per_quarter(
@@ -120,25 +124,9 @@ class KVScales:
             raise ValueError(
                 f"k_scale: expected shape [blocks, kv_heads, 4], got {list(k_scale.shape)}"
             )
-        return cls._side_by_side(k_scale, v_scale, "quarter", codes)
-
-    @classmethod
-    def _side_by_side(
-        cls,
-        k_scale: torch.Tensor,
-        v_scale: torch.Tensor,
-        granularity: ScaleGranularity,
-        codes: PageFormat,
-    ) -> KVScales:
-        """Return scales ``[blocks, kv_heads, scales of a block]``."""
-        _, num_kv_heads, per_block = k_scale.shape
-        return cls.build(
-            k_scale,
-            v_scale,
-            granularity=granularity,
-            base=[head * per_block for head in range(num_kv_heads)],
-            block_stride=[num_kv_heads * per_block] * num_kv_heads,
-            codes=codes,
+        roles = [HeadRole()] * k_scale.shape[1]
+        return cls.head_groups(
+            k_scale, v_scale, roles, [0], QUARTERS, granularity="quarter", codes=codes
         )
 
     @classmethod
