@@ -125,8 +125,6 @@ class Batch(NamedTuple):
     """The ragged batch of a launch."""
 
     query_start_loc_ptr: tl.tensor  # [num_reqs + 1] int32
-    seq_lens_ptr: tl.tensor  # [num_reqs] int32
-    mask_offsets_ptr: tl.tensor | None  # [num_tokens, 2] int32; None = causal
     num_tokens: tl.tensor
     num_reqs: tl.tensor
     num_kv_heads: tl.tensor
@@ -225,46 +223,41 @@ def _tile_row(tile, head, row, GROUP: tl.constexpr):
 
 @triton.jit
 def _find_keys(
-    tile, row, seq_len, mask_offsets_ptr, window, sink, CACHE: tl.constexpr, TILES: tl.constexpr
+    tile, row, seq_len, first_key, end_key, window, sink, CACHE: tl.constexpr, TILES: tl.constexpr
 ):
-    """Return the ``VisibleKeys`` of a tile, and the ``Steps`` of a program that has all of them.
+    """Return (start, end, sink_end, query_position) of a tile, and the ``Steps`` through its keys.
 
-    Some row may see a key in [start, end); every row sees all of [inner_start, inner_end).
+    Some row may see a key in [start, end); every row sees all of [inner_start, inner_end). No
+    value is None, which Triton 3.6 cannot return in a tuple: the caller makes ``VisibleKeys``.
     """
     TILE_TOKENS: tl.constexpr = TILES.TILE_TOKENS
     context_len = seq_len - tile.query_len
     first_position = context_len + tile.first_query
     end_position = tl.maximum(context_len + tile.end_query, 0)  # 0 in a padding row: no step
     query_position = tl.where(row.in_tile, context_len + row.query, -1)
-    first_key = None
-    end_key = None
     start = 0
     end = end_position
     inner_start = 0
     inner_end = first_position + 1
-    if mask_offsets_ptr is not None:
-        range_ptr = mask_offsets_ptr + 2 * row.token
-        first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
-        end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
+    if first_key is not None:
         end = tl.maximum(tl.max(end_key, axis=0), 0)
         start = tl.min(tl.where(first_key < end_key, first_key, end), axis=0)
         inner_start = tl.max(first_key, axis=0)
         inner_end = tl.min(tl.where(row.in_tile, end_key, end), axis=0)
     sink_end = 0
     if window is not None:
-        window = tl.where(window < 0, NO_WINDOW, window)
         if not CACHE.VISITS_MASKED:
             sink_end = tl.minimum(sink, end)
             start = tl.maximum(start, first_position + 1 - window)
             start = tl.minimum(tl.maximum(start, sink_end), end)
         inner_start = tl.maximum(inner_start, end_position - window)
-    keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
     sink_tiles = tl.cdiv(sink_end, TILE_TOKENS)
     gap = tl.maximum(start // TILE_TOKENS, sink_tiles) - sink_tiles
     inner_start = tl.cdiv(tl.maximum(inner_start, 0), TILE_TOKENS)
     inner_end = tl.maximum(inner_end, 0) // TILE_TOKENS
     end_step = tl.cdiv(end, TILE_TOKENS) - gap
-    return keys, Steps(0, end_step, sink_tiles, gap, inner_start, inner_end)
+    steps = Steps(0, end_step, sink_tiles, gap, inner_start, inner_end)
+    return start, end, sink_end, query_position, steps
 
 
 @triton.jit
@@ -586,9 +579,7 @@ def _paged_prefill_attention_kernel(
         GROUP, HEAD_DIM, TILE_QUERIES, TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MIN_STEPS,
         FOLDS,
     )  # fmt: skip
-    batch = Batch(
-        query_start_loc_ptr, seq_lens_ptr, mask_offsets_ptr, num_tokens, num_reqs, num_kv_heads
-    )
+    batch = Batch(query_start_loc_ptr, num_tokens, num_reqs, num_kv_heads)
     pairs = tl.num_programs(0)
     if states_ptr is not None:
         pairs -= num_programs - num_heads
@@ -624,7 +615,18 @@ def _paged_prefill_attention_kernel(
     q_offset = head_offset(HeadRows(q_ptr, stride_q_token, stride_q_head), row.token, row.q_head)
     q_offset = q_offset[:, None] + dims[None, :]
     q = tl.load(q_ptr + q_offset, mask=row.in_tile[:, None] & in_head[None, :], other=0.0)
-    keys, steps = _find_keys(queries, row, seq_len, mask_offsets_ptr, window, sink, CACHE, TILES)
+    first_key = None
+    end_key = None
+    if mask_offsets_ptr is not None:
+        range_ptr = mask_offsets_ptr + 2 * row.token
+        first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
+        end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
+    if HAS_WINDOW:
+        window = tl.where(window < 0, NO_WINDOW, window)
+    start, end, sink_end, query_position, steps = _find_keys(
+        queries, row, seq_len, first_key, end_key, window, sink, CACHE, TILES
+    )
+    keys = VisibleKeys(start, end, sink_end, query_position, first_key, end_key, window, sink)
     splits = 1
     if states_ptr is not None:
         steps, splits = _divide_steps(steps, split, num_splits, MIN_STEPS)
