@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -201,6 +201,19 @@ def _tokens(kind: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(anything, runs, tails), max_size=30).map(_flat)
 
 
+def _replacement_crosses(kind: str, ids: list[int], at: int) -> bool:
+    """Say whether the bytes of a U+FFFD begin before ``at`` and end after it.
+
+    ``_rest`` cannot tell this character from the U+FFFD of invalid bytes before ``at``.
+    """
+    first = {"llama": 3, "byte_level": 2}.get(kind)
+    if first is None:
+        return False
+    before, after = ([id_ for id_ in part if id_ not in SPECIAL] for part in (ids[:at], ids[at:]))
+    encoded = [first + byte for byte in FFFD.encode()]
+    return any(before[-n:] == encoded[:n] and after[: 3 - n] == encoded[n:] for n in (1, 2))
+
+
 def _flat(parts: Iterable[list[int]]) -> list[int]:
     return [token for part in parts for token in part]
 
@@ -215,6 +228,7 @@ def test_streamed_text_only_grows_and_ends_as_the_full_text(
     The text and the prompt's text are the text of all tokens.
     """
     tokenizer, prompt, ids = tokenizers[kind], data.draw(_tokens(kind)), data.draw(_tokens(kind))
+    assume(not _replacement_crosses(kind, prompt + ids, len(prompt)))
     start, prompt_text = tokenizer.after(prompt), _expected(kind, prompt)
     output, shown, end = OutputText(tokenizer, start=start), "", 0
     final = _rest(_expected(kind, prompt + ids), prompt_text)
@@ -302,6 +316,7 @@ def test_text_with_special_tokens_only_grows_and_ends_as_the_full_text(
         ids = data.draw(st.lists(st.sampled_from([*plain, SIZES[kind] + 1]), max_size=80))
     assert tokenizer.decode(ids) == whole(ids)
     at = data.draw(st.integers(0, len(ids)))
+    assume(not _replacement_crosses(kind, ids, at))
     final, start = _rest(whole(ids), whole(ids[:at])), tokenizer.after(ids[:at])
     output, shown, end, ids = OutputText(tokenizer, start=start), "", 0, ids[at:]
     while end < len(ids):
