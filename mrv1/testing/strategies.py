@@ -677,7 +677,10 @@ class _Caches:
         k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
         if static is not None:
             return cls(
-                layout=layout, k=k, v=v, scales=KVScales.per_head(*map(torch.clone, static))
+                layout=layout,
+                k=k,
+                v=v,
+                scales=KVScales.per_head(static[0].clone(), static[1].clone()),
             )
         base, block_stride, count = layout.scale_addresses(4 if granularity == "quarter" else None)
         scales = KVScales.build(
