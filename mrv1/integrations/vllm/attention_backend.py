@@ -83,6 +83,10 @@ _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 logger = init_logger("vllm.mrv1.attention")  # below "vllm": vLLM configures no other loggers
 
 
+def _always(answer: bool) -> Any:  # noqa: ANN401 - a class method
+    return classmethod(lambda _: answer)
+
+
 class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
     """What mrv1's kernels can serve, and the pages they want from vLLM."""
 
@@ -120,25 +124,10 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
         """Return whether the kernels are compiled and checked for such a GPU."""
         return (capability.major, capability.minor) >= MIN_CAPABILITY
 
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Return True: a window is a layout's, and layers of several windows share a step."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Return True: a layer may have a logit sink for each of its query heads."""
-        return True
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Return False: connectors that copy single tokens expect K and V of a token together."""
-        return False
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: the host's query lengths decide which rows are decoded."""
-        return False
+    supports_sliding_window = _always(True)  # layers of several windows may share a step
+    supports_sink = _always(True)  # logit sinks, one for each query head
+    supports_kv_connector = _always(False)  # some copy tokens, and expect K and V side by side
+    supports_device_cpu_query_lens_mismatch = _always(False)  # the host's decide what is decoded
 
     @classmethod
     def supports_combination(

@@ -68,13 +68,9 @@ def decode_rows(
 ) -> tuple[int, int]:
     """Return how many leading rows are decoded, and the queries of each.
 
-    Args:
-        num_reqs: rows, padding included.
-        num_tokens: tokens, padding included.
-        max_query_len: of any row.
-        query_start_loc: ``[num_reqs + 1]``, on the host; only rows of padding are empty, and they
-            come last.
-        decode_query_len: see ``Batches``. Rows of other lengths are prompts, or have fewer drafts.
+    Rows, tokens and ``query_start_loc [num_reqs + 1]``, which is on the host, include padding:
+    only its rows are empty, and they come last. Rows of other lengths than 1 and
+    ``decode_query_len`` (see ``Batches``) are prompts, or have fewer drafts.
     """
     if max_query_len == 1 and num_tokens == num_reqs:
         return num_reqs, 1
@@ -220,12 +216,7 @@ class Compilation:
     """A child process that compiles kernels, unless Triton's cache has them."""
 
     def __init__(self, kernels: AttentionKernels, num_processes: int | None) -> None:
-        """Begin.
-
-        Args:
-            kernels: the kernels.
-            num_processes: most processes that compile at the same time; None = one for every core.
-        """
+        """Begin; ``num_processes`` is as in ``start_compiling``."""
         self._child: AheadCompiler | None = start_compiling(kernels, num_processes)
 
     def finish(self) -> None:

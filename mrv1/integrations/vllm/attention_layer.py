@@ -75,10 +75,7 @@ class PrefillRows:
 class BoundLayer:
     """A layer with its cache, which it writes and attends to.
 
-    Args:
-        layer: what decides on its kernels.
-        kv_cache: see ``pages_of``.
-        sinks: ``[num_heads]``, its logit sinks; None = it has none.
+    ``sinks`` are its logit sinks, ``[num_heads]``; None = it has none.
     """
 
     def __init__(

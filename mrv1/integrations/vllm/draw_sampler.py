@@ -34,11 +34,7 @@ class DrawModelState(DefaultModelState):  # type: ignore[misc]
 
 
 class UnfilteredStates(SamplingStates):  # type: ignore[misc]
-    """The sampling parameters of vLLM's slots, which leave logits as they are.
-
-    Args:
-        states: whose buffers these are.
-    """
+    """The sampling parameters of vLLM's slots, in its buffers, which leave logits as they are."""
 
     def __init__(self, states: SamplingStates) -> None:
         self.__dict__.update(vars(states))
@@ -56,12 +52,7 @@ class UnfilteredStates(SamplingStates):  # type: ignore[misc]
 
 
 class DrawSampler(Sampler):  # type: ignore[misc]
-    """vLLM's sampler with mrv1's draw.
-
-    Args:
-        sampler: vLLM's, just built, whose state this takes over.
-        device: of the logits.
-    """
+    """vLLM's sampler, whose state it takes over, with mrv1's draw."""
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
         self.__dict__.update(vars(sampler))

@@ -73,10 +73,7 @@ class StreamingAttention(Attention):  # type: ignore[misc]
 class HeadWiseAttention(nn.Module):
     """Attends with each part's heads by a layer of its own.
 
-    Args:
-        attn: the layer of all heads, which is taken out of vLLM's table of layers.
-        parts: of the decoder layer.
-        vllm_config: the configuration.
+    ``attn``, the layer of all heads, is taken out of vLLM's table of layers.
     """
 
     order: torch.Tensor
@@ -135,12 +132,10 @@ class HeadWiseAttention(nn.Module):
 
 
 def divide_heads(model: nn.Module, config: VllmConfig) -> bool:
-    """Give the kinds of KV heads of a model attention layers of their own, if it has a policy.
+    """Give the kinds of KV heads of a new model attention layers of their own, if it has a policy.
 
-    Args:
-        model: one of vLLM's, just built.
-        config: the configuration. Its ``additional_config`` gets the policy's contents: vLLM's
-            cache of compiled models has them in its keys, and a file's name says too little.
+    The configuration's ``additional_config`` gets the policy's contents: vLLM's cache of compiled
+    models has them in its keys, and a file's name says too little.
 
     Returns:
         Whether there is a policy.

@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 class KVTransfer:
     """A worker's connector, and the steps that it takes part in.
 
-    Args:
-        vllm_config: the configuration, which names a connector.
-        kv_cache_config: of the worker's cache, all of whose layers are one group.
-        caches: by vLLM's name of the layer, in the order of layers.
+    ``caches`` are by vLLM's names of the layers, in their order; all layers are one group.
     """
 
     def __init__(

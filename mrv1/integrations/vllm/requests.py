@@ -65,12 +65,7 @@ class Requests:
     vLLM sends what has changed since the step before. A request that was preempted comes back in
     one of two forms: among the cached requests, by ``resumed_req_ids``, or as a new one whose
     ``prefill_token_ids`` hold its output so far. Which form depends on the model runner that vLLM
-    would have chosen; both are read here.
-
-    Args:
-        max_num_seqs: number of slots.
-        max_model_len: most tokens of a request.
-        seed: seed for requests without one.
+    would have chosen; both are read here. ``seed`` is for requests without one.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, seed: int) -> None:

@@ -121,10 +121,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._engine_config = config
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the weights, or with ``load_format="dummy"`` make random ones.
-
-        Args:
-            load_dummy_weights: whether to make them whatever ``load_format`` says.
+        """Load the weights; ``load_format="dummy"`` or ``load_dummy_weights`` makes random ones.
 
         Raises:
             ConfigError: mrv1 does not have the architecture, or the checkpoint is wrong.
@@ -277,12 +274,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         result = StepResult(*launched, transferred)
         return result if self._is_async else result.get_output()
 
-    def execute_dummy_batch(self) -> None:
-        """Do nothing: no other rank waits for a step of this one."""
-
-    def take_draft_token_ids(self) -> None:
-        """Return None: there are no drafts."""
-
     def synchronize_device(self) -> None:
         """Wait for the launched steps."""
         if self.device.type == "cuda":
@@ -350,24 +341,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         """Return what other instances must know of this worker's KV connector, if there is one."""
         return None if self._transfer is None else self._transfer.handshake()
-
-    def get_compilation_match_table(self) -> dict[str, int]:
-        """Return nothing: no vLLM compilation pass runs."""
-        return {}
-
-    def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
-        """Return nothing: there are no encoders."""
-        return {}
-
-    def reset_mm_cache(self) -> None:
-        """Do nothing: there are no multimodal inputs."""
-
-    def reset_encoder_cache(self) -> None:
-        """Do nothing: there are no encoders."""
-
-    def list_loras(self) -> set[int]:
-        """Return the adapters: none."""
-        return set()
 
     def profile(
         self,
@@ -461,13 +434,8 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def method(*_: object, **__: object) -> NoReturn:
-        _refuse(name)
-
-    method.__name__ = method.__qualname__ = name
-    method.__doc__ = "Refuse, by name."
-    return method
+def _refusing(name: str) -> Callable[[], NoReturn]:
+    return lambda: _refuse(name)
 
 
 REFUSED_CALLS = (
@@ -481,5 +449,27 @@ REFUSED_CALLS = (
 )  # fmt: skip
 """Control calls of vLLM that the worker does not support; each raises a ``ConfigError``."""
 
-for _name in REFUSED_CALLS:
-    setattr(Worker, _name, _refusing(_name))
+ANSWERS: dict[str, Callable[[], object]] = {
+    "execute_dummy_batch": lambda: None,  # no other rank waits for a step of this one
+    "get_compilation_match_table": dict,
+    "get_encoder_timing_stats": dict,
+    "list_loras": set,
+    "reset_encoder_cache": lambda: None,
+    "reset_mm_cache": lambda: None,
+    "take_draft_token_ids": lambda: None,
+} | {name: _refusing(name) for name in REFUSED_CALLS}
+"""Control calls with one answer, whatever their arguments: the worker has no drafts, encoders,
+adapters, multimodal inputs and compilation passes of vLLM."""
+
+
+def _answering(name: str, answer: Callable[[], object]) -> Callable[..., object]:
+    def method(*_: object, **__: object) -> object:
+        return answer()
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = "Answer as ``ANSWERS`` says."
+    return method
+
+
+for _name, _answer in ANSWERS.items():
+    setattr(Worker, _name, _answering(_name, _answer))
