@@ -32,13 +32,8 @@ class OutputRing:
     A slot of the ring belongs to a step from ``acquire`` until the step's ``AsyncOutput`` has read
     it. If nobody has asked for that result when the next step needs the slot, ``acquire`` has the
     ``AsyncOutput`` read it then, and waits if the older step still runs (``num_waits`` counts
-    this). The upload in the same slot of ``Staging`` may be overwritten from then on, too.
-
-    Args:
-        max_num_reqs: most rows of a step, padding included.
-        max_tokens: most tokens of a row.
-        depth: most steps in flight; the ring has one slot more.
-        device: the runner's device.
+    this). The upload in the same slot of ``Staging`` may be overwritten from then on, too. The
+    ring has one slot more than ``depth``, the most steps in flight; rows include padding.
     """
 
     def __init__(
@@ -115,9 +110,8 @@ class OutputRing:
     ) -> tuple[Int32Array, Int64Array, torch.cuda.Event | None]:
         """Mark the end of the step's work; return its counts, its tokens and the event after it.
 
-        Args:
-            num_rows: rows of the step on the device, padding included.
-            num_columns: most tokens of a row.
+        A step has ``num_rows`` rows on the device, padding included, of ``num_columns`` tokens at
+        most.
         """
         slot, done = self._next, None
         if self._done is not None and self._clock is not None:
@@ -161,9 +155,8 @@ class AsyncOutput:
 
         Args:
             plan: the step that was launched.
-            num_output: ``[device rows]``, number of tokens of each row on the device, negative =
-                the row failed (``FAILURES``); valid once the step is over.
-            tokens: ``[device rows, most tokens]``, the tokens; valid once the step is over.
+            num_output: ``[device rows]``, tokens of each; negative = it failed (``FAILURES``).
+            tokens: ``[device rows, most tokens]``; both are valid once the step is over.
             done: event recorded after the step; None on a CPU.
             rows: ``[rows]``, the device row of each row of the plan; None = the first, in order.
             refusals: by row of the plan, the error of a request that a custom processor refused.
@@ -199,8 +192,7 @@ class AsyncOutput:
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step's event and return its output; later calls return the same object.
 
-        Args:
-            timeout: seconds to wait; None waits for ever.
+        ``timeout`` is in seconds; None waits for ever.
 
         Raises:
             TimeoutError: the step was not over in time; call again.

@@ -20,11 +20,7 @@ NO_PAGE = -1
 class BlockTables:
     """One row per slot, which is the concatenation of one segment per head group.
 
-    Args:
-        slots: the state of the slots, which contains the table on the device.
-        max_num_reqs: rows of the table.
-        groups: the head groups, with the columns of each.
-        block_size: tokens of a block.
+    The table on the device is a field of ``slots``; ``block_size`` is in tokens.
     """
 
     @staticmethod
@@ -73,11 +69,8 @@ class BlockTables:
     ) -> None:
         """Count the plan's new blocks; add their ids to the upload, padded with -1 in a new row.
 
-        Args:
-            plan: the step's plan.
-            num_computed_tokens: tokens of each slot before the step.
-            num_pool_blocks: blocks in the pool of each head group; ids are smaller.
-            upload: collects the changes on the device.
+        ``num_computed_tokens`` are those of each slot before the step; ids are smaller than the
+        ``num_pool_blocks`` of their head group.
 
         Raises:
             ValueError: a slot without a row in the step, a wrong number of groups, an id outside
@@ -187,10 +180,7 @@ def _pieces(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield runs of ids, each with its first column, without ids that a ring overwrites at once.
 
-    Args:
-        group: the head group of the segment.
-        start: logical block of the first id.
-        ids: block ids of consecutive logical blocks.
+    ``start`` is the logical block of the first id; ``ids`` are those of consecutive blocks.
     """
     sink, ring, end = group.sink_blocks, group.ring_blocks, start + len(ids)
     if not ring:

@@ -214,12 +214,7 @@ class CompilationError(Mrv1Error, RuntimeError):
 
 
 class AheadCompiler:
-    """A child process that compiles the kernels of a set.
-
-    Args:
-        kernels: the set.
-        num_processes: most processes that compile at the same time.
-    """
+    """A child process that compiles a set in ``num_processes`` processes at most."""
 
     def __init__(self, kernels: Compilable, num_processes: int) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by ``stop``
@@ -246,8 +241,7 @@ class AheadCompiler:
     def wait(self, show: Callable[[int, int], object]) -> int:
         """Wait until every kernel is in the cache; return their number.
 
-        Args:
-            show: called with the number of kernels that are done, and of all.
+        ``show`` is called with the number of kernels that are done, and of all.
 
         Raises:
             CompilationError: the child failed, or a kernel was not compiled.
@@ -279,15 +273,7 @@ def num_cpus() -> int:
 
 
 def compile_kernels(kernels: KernelSet, show: Callable[[int, int], object]) -> int:
-    """Compile a set; return the number of its kernels.
-
-    Args:
-        kernels: the set.
-        show: as in ``AheadCompiler.wait``.
-
-    Raises:
-        CompilationError: as in ``AheadCompiler.wait``.
-    """
+    """Compile a set; return the number of its kernels. For ``show`` and errors see ``wait``."""
     compiler = AheadCompiler(kernels, kernels.config.compile_processes or num_cpus())
     try:
         return compiler.wait(show)
@@ -298,9 +284,7 @@ def compile_kernels(kernels: KernelSet, show: Callable[[int, int], object]) -> i
 def start_compiling(kernels: Compilable, num_processes: int | None) -> AheadCompiler | None:
     """Begin to compile a set, unless Triton's cache has it or ``num_processes`` is 0.
 
-    Args:
-        kernels: the set.
-        num_processes: most processes that compile at the same time; None = one for every core.
+    None = as many processes as there are cores.
     """
     num_processes = num_cpus() if num_processes is None else num_processes
     if num_processes == 0 or is_compiled(kernels):
@@ -323,11 +307,7 @@ def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) ->
 def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
     """Compile a set while the body runs, unless Triton's cache has it; wait for it at the end.
 
-    If that fails, a warning says why.
-
-    Args:
-        kernels: the set.
-        progress: show a progress bar while the body is over and kernels still compile.
+    If that fails, a warning says why. ``progress`` shows a bar while kernels still compile.
     """
     compiler = start_compiling(kernels, kernels.config.compile_processes)
     if compiler is None:

@@ -121,8 +121,7 @@ class StepGraphs:
             shapes: some of ``self.shapes``, the largest first: the others fit into its memory.
             run: launches a step of padding of a shape and returns the value that ``replay`` is to
                 return; called twice per shape, first to compile, then to capture.
-            sample: launches the sampling after a step of ``run`` that does not sample; called
-                twice per tail.
+            sample: launches the sampling after a step of ``run`` that does not sample; likewise.
             tails: returns the sampling to capture for a shape that does not sample.
             progress: show a progress bar.
         """

@@ -17,13 +17,7 @@ def gib(num_bytes: int) -> str:
 
 
 def own_and_others(device: torch.device, free_bytes: int, total_bytes: int) -> tuple[str, str]:
-    """Return in GiB what this process's tensors have of a GPU, and the driver and other processes.
-
-    Args:
-        device: the GPU.
-        free_bytes: its free memory.
-        total_bytes: all its memory.
-    """
+    """Return in GiB what this process's tensors have of a GPU, and everybody else."""
     own_bytes = torch.cuda.memory_reserved(device)
     return gib(own_bytes), gib(total_bytes - free_bytes - own_bytes)
 
@@ -38,12 +32,9 @@ def release_cached_memory(device: torch.device) -> None:
 
 @contextmanager
 def within_memory(option: str, what: str, device: torch.device) -> Iterator[None]:
-    """Run what needs memory of a GPU; say who has it where it does not suffice.
+    """Run a body that needs memory of a GPU for ``what``; if it does not suffice, say who has it.
 
-    Args:
-        option: the option that decides how much is needed.
-        what: what needs it.
-        device: the GPU.
+    ``option`` decides how much is needed.
 
     Raises:
         CapacityError: instead of torch's ``OutOfMemoryError``, and of the errors of a CPU, which

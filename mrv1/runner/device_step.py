@@ -70,11 +70,7 @@ class TokenMasks(NamedTuple):
 class MaskBuffer:
     """The place of a step's masks on the device, which never moves, and a pinned ring for them.
 
-    Args:
-        max_masks: most masks of a step.
-        mask_words: int32 words of a mask.
-        num_slots: slots of the ring, which belong to steps as those of ``OutputRing`` do.
-        device: the runner's device.
+    The ring's slots belong to steps as those of ``OutputRing`` do; a mask has int32 words.
     """
 
     def __init__(
@@ -112,10 +108,7 @@ class MaskBuffer:
     def put(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> None:
         """Copy the masks of a step to the device; its further masks are for no row.
 
-        Args:
-            slot: the step's slot of the ring.
-            bitmask: ``[masks, words]``; None = no mask.
-            rows: ``[masks]``, as in ``TokenMasks``.
+        ``bitmask`` is ``[masks, words]``, None = no mask; ``rows`` is as in ``TokenMasks``.
         """
         host_rows = self._host_rows[slot]
         host_rows.fill_(-1)
@@ -140,17 +133,9 @@ class DeviceStep:
     """The launches of a step, and the tensors that they read and write, which never move.
 
     Owned by the runner, whose thread calls it. Every launch goes to the current stream, and the
-    host does not wait.
-
-    Args:
-        config: the runner's configuration.
-        model: the model whose layers run.
-        ops: the ops for the model's device.
-        spec: shapes and dtypes of ``kv_cache``, which is set before the first launch.
-        head_groups: which heads share blocks.
-        max_model_len: most tokens of a request.
-        head_scales: ``[layers, 2, kv_heads]``, static scales of the cache; None = it has none.
-        processors: custom logits processors.
+    host does not wait. ``spec`` has the shapes and dtypes of ``kv_cache``, which is set before the
+    first launch; ``head_scales``, ``[layers, 2, kv_heads]``, are the cache's static scales, if it
+    has some; ``processors`` are custom logits processors.
 
     Raises:
         ConfigError, UnsupportedDeviceError: the attention backend does not support the model.
@@ -388,12 +373,7 @@ class DeviceStep:
     ) -> tuple[Sequence[LogprobReport | StoredLogprobs], bool]:
         """Launch the sampling after the layers, as a graph if one does all that is asked for.
 
-        Args:
-            rows: the step's rows.
-            forwarded: the input of ``sample``.
-            wanted: log-probabilities to report.
-            bitmask: ``[masks, words]``, as in ``ModelRunner.sample``.
-            masked_rows: for each mask its row of the plan.
+        ``bitmask`` and ``masked_rows`` are those of ``ModelRunner.sample``.
 
         Returns:
             The log-probabilities, and whether a graph ran.
@@ -425,7 +405,7 @@ class DeviceStep:
 
         Args:
             batch: as ``forward`` returned it.
-            hidden: as ``forward`` returned it.
+            hidden: likewise.
             wanted: log-probabilities to report, in the order of the rows.
             masks: masks of some rows, in a step without drafts.
             stores_logprobs: whether ``logprobs`` stores those of all rows, in a decode step.

@@ -37,12 +37,8 @@ class FeatureBuffer:
     """Rows of features on the device, and the items of the requests that have yet to read them.
 
     The rows have memory from the start if the configuration sets their bytes or the model has a
-    vision encoder; else from the first item on.
-
-    Args:
-        config: the runner's configuration.
-        model: the model whose embeddings the rows replace.
-        slots: the slots, whose fields include ``fields(config)``.
+    vision encoder; else from the first item on. The fields of ``slots`` include
+    ``fields(config)``.
 
     Raises:
         CapacityError: the device has no room for rows that have memory from the start.
@@ -203,11 +199,7 @@ class FeatureBuffer:
     ) -> int:
         """Add to the upload which tokens of the step have features, and which rows.
 
-        Args:
-            plan: the step's plan.
-            num_before: tokens of each row of the plan that are computed before the step.
-            rows: the step's rows.
-            upload: collects the changes on the device.
+        ``num_before`` are the tokens of each row of the plan that are computed before the step.
 
         Returns:
             How many of the first tokens of the batch have a source in the upload; 0 = no token of

@@ -19,12 +19,9 @@ def resolve_policy(
 ) -> HeadPolicy:
     """Return which tokens each KV head of a model sees.
 
-    Args:
-        config: the runner's configuration.
-        model_config: the model's configuration.
-        given: the policy that the caller passed; None = the configured policy, else the
-            checkpoint's, else each head sees everything that its layer sees.
-        is_checkpoint: whether the model comes from the checkpoint ``config.model``.
+    ``given`` is the policy that the caller passed; None = the configured policy, else that of the
+    checkpoint ``config.model`` if the model comes from it, else each head sees everything that its
+    layer sees.
 
     Raises:
         ConfigError: the policy cannot be read, or does not fit the model.
@@ -49,13 +46,7 @@ def resolve_policy(
 def resolve_head_groups(
     config: EngineConfig, policy: HeadPolicy, max_model_len: int
 ) -> HeadGroups:
-    """Return which heads share blocks.
-
-    Args:
-        config: the runner's configuration.
-        policy: which tokens each KV head sees.
-        max_model_len: most tokens of a request.
-    """
+    """Return which heads share blocks, in requests of ``max_model_len`` tokens."""
     sizes = {"block_size": config.block_size, "max_model_len": max_model_len}
     if config.per_head_ids:
         groups = HeadGroups.of_heads(policy, **sizes)

@@ -214,16 +214,12 @@ class StreamingDemand:
     def fair_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int) -> int:
         """Return the blocks of a streaming group that serve short and long requests equally well.
 
-        The group's blocks limit how many short requests fit, the full heads' blocks how many long
-        requests. Compared with the best division for each kind, requests as long as the window
-        lose as much as requests of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``: ``a``
-        full heads have ``F`` blocks, the ``b`` heads of this group have ``S``, and the longest
-        request uses ``w`` of these instead of ``m``. A prompt's chunk fits in any case.
-
-        Args:
-            group: a streaming group.
-            full_heads: full heads of all layers together.
-            num_blocks: blocks of the full heads.
+        The group's blocks limit how many short requests fit, the full heads' ``num_blocks`` how
+        many long requests. Compared with the best division for each kind, requests as long as the
+        window lose as much as requests of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``:
+        the ``a`` full heads of all layers have ``F`` blocks, the ``b`` heads of this group have
+        ``S``, and the longest request uses ``w`` of these instead of ``m``. A prompt's chunk fits
+        in any case.
         """
         if full_heads == 0:
             return num_blocks
@@ -257,15 +253,10 @@ class KVCache:
         device: torch.device,
         head_scales: torch.Tensor | None = None,
     ) -> None:
-        """Allocate the pages and scales.
+        """Allocate the pages and scales, with ``num_blocks`` blocks of each group in every layer.
 
-        Args:
-            spec: shapes and dtypes of the pages and scales.
-            groups: which heads share blocks.
-            num_blocks: blocks of each group, in every layer.
-            device: where the cache lives.
-            head_scales: ``[layers, 2, kv_heads]`` float32, the static scales that granularity
-                ``head`` needs; None for any other granularity.
+        ``head_scales``, ``[layers, 2, kv_heads]`` float32, are the static scales that granularity
+        ``head`` needs; None for any other granularity.
 
         Raises:
             CapacityError: fewer than one block of a group fits, or the device has no room.

@@ -68,10 +68,7 @@ stream of the launch must wait for it. Rejected drafts, and everything with
 def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tuple[KVTokens, ...]:
     """Return the tokens that each row of a staged plan adds.
 
-    Args:
-        plan: the step's plan.
-        num_before: ``[rows]`` tokens of each row that were computed before the step.
-        tables: keeps the ids of blocks.
+    ``num_before [rows]`` of each row were computed before the step; ``tables`` keeps block ids.
     """
     cached = {request.slot: request.num_computed_tokens for request in plan.entering}
     found = []

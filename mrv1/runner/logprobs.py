@@ -159,10 +159,7 @@ class LogprobRequests:
     ) -> list[PromptPart]:
         """Return the prompt tokens to report in a step.
 
-        Args:
-            plan: the step's plan.
-            rows: the step's rows on the device.
-            num_before: ``[rows of the plan]``, tokens of each computed before the step.
+        ``num_before [rows of the plan]`` tokens of each were computed before the step.
         """
         slots = plan.slots
         counts = np.minimum(self._prompt_end_np[slots] - num_before, plan.num_scheduled_tokens)
@@ -196,14 +193,8 @@ def reports_of(
     """Return the log-probabilities of rows that are searched, and of rows that are sorted.
 
     Sorted rows are in the report of the others too, with few values, which the later reports
-    replace: to leave them out would copy the logits of the others.
-
-    Args:
-        wanted: the rows that ask.
-        drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
-        logits_of: returns the logits of some of these positions, ``[any, vocab]``.
-        ops: the ops for the device of the tokens and logits.
-        chunk_rows: most positions to search at a time; ``FILTER_CHUNK`` are sorted at a time.
+    replace: to leave them out would copy the logits of the others. Arguments are as in
+    ``LogprobReport.of``; ``FILTER_CHUNK`` positions are sorted at a time.
     """
     to_sort = [index for index, each in enumerate(wanted) if each.is_sorted]
     if not to_sort:
@@ -269,7 +260,7 @@ class LogprobReport:
             drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
             logits_of: returns the logits of a range of these positions, ``[any, vocab]``.
             ops: the ops for the device of the tokens and logits.
-            chunk_rows: length of the ranges.
+            chunk_rows: most positions to search at a time.
         """
         asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
         asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
@@ -314,14 +305,8 @@ class LogprobRing:
     """Log-probabilities of every row of a captured step, on their way to the host.
 
     A graph stores them at one place on the device; ``send`` copies them to the step's slot of a
-    pinned ring, as those of ``OutputRing``.
-
-    Args:
-        max_rows: most rows of a step.
-        max_top: most of the likeliest tokens that a request may ask for.
-        num_slots: slots of the ring.
-        device: the runner's device.
-        dtype: dtype of the model, whose logits are at least float32.
+    pinned ring, as those of ``OutputRing``. There is room for ``max_top`` of the likeliest tokens,
+    but ``MAX_STORED`` at most; logits are of the model's ``dtype``, but at least float32.
     """
 
     def __init__(
@@ -355,14 +340,11 @@ class LogprobRing:
         num_top: torch.Tensor,
         ops: Ops,
     ) -> None:
-        """Store the log-probabilities of every row.
+        """Store the log-probabilities of every row of ``logits``, ``[rows, vocab]``.
 
-        Args:
-            logits: ``[rows, vocab]``.
-            drawn: ``[rows]`` int64, the tokens; negative = none.
-            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
-            num_top: ``[slots]`` int32, how many of the likeliest tokens each request asks for.
-            ops: the ops for the device of the tokens and logits.
+        ``drawn [rows]`` int64 are the tokens, negative = none; ``idx_mapping [rows]`` int32 is the
+        slot of each row, -1 = padding; ``num_top [slots]`` int32 is how many likeliest tokens each
+        request asks for.
         """
         asked = drawn[:, None]
         logprobs, ranks, top, top_logprobs = ops.top_logprobs(
@@ -383,10 +365,8 @@ class LogprobRing:
     def send(self, slot: int, num_rows: int, wanted: WantedRows) -> StoredLogprobs:
         """Copy what the step stored to its slot of the ring, on the current stream.
 
-        Args:
-            slot: the step's slot.
-            num_rows: rows of the step, padding included.
-            wanted: the rows that ask, each for at most ``num_top`` of the likeliest tokens.
+        The step has ``num_rows`` rows with padding; those of ``wanted`` ask for what it has
+        (``has``).
         """
         size = num_rows * self._row_bytes
         host = self._host[slot, :size].copy_(self._stored[:size], non_blocking=True)
@@ -449,10 +429,8 @@ class PackedPosition(TokenLogprobs):
     """One position of one request as bytes: a step makes one for each row, few are read.
 
     Arrays would take the host several times as long to make, and its garbage collector to visit.
-
-    Args:
-        data: an element of ``dtype``.
-        dtype: with the fields ``token_ids``, ``logprobs`` and ``ranks``.
+    ``dtype`` has the fields ``token_ids``, ``logprobs`` and ``ranks``; ``data`` is one element of
+    it.
     """
 
     __slots__ = ("_data", "_dtype")

@@ -279,13 +279,9 @@ class ModelRunner:
         samples: bool = True,
         launched: _Launched | None = None,
     ) -> Result:
-        """Prepare and launch a step, unless its layers have been launched, and finish it.
+        """Prepare and launch a step, unless its layers have been ``launched``, and ``finish`` it.
 
-        Args:
-            plan: the step's plan.
-            finish: gets the launched layers; its result is returned.
-            samples: whether a graph may sample, too.
-            launched: the layers, if they have been launched.
+        ``samples`` says whether a graph may sample, too.
         """
         self.check_usable()
         self._check_sampled()

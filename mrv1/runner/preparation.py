@@ -18,10 +18,8 @@ from mrv1.runner.visible_ranges import VisibleRanges
 class StepPreparation:
     """Checks plans, keeps the host's view of the slots, and chooses which graph runs a step.
 
-    Owned by the runner, whose thread calls it.
-
-    Args:
-        step: the step on the device, with its KV cache by the time of the first plan.
+    Owned by the runner, whose thread calls it. ``step`` has its KV cache by the time of the first
+    plan.
     """
 
     def __init__(self, step: DeviceStep) -> None:

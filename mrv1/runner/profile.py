@@ -41,11 +41,8 @@ from mrv1.runner.step import Int32Array
 def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
     """Return the blocks of each head group: the configured number, else the most that fit.
 
-    Only a full group with a configured number can have more blocks than requests can use.
-
-    Args:
-        step: the step, which has no cache yet.
-        demand: the demand of streaming head groups.
+    Only a full group with a configured number can have more blocks than requests can use. ``step``
+    has no cache yet.
     """
     config, spec, groups = step.config, step.spec, step.head_groups
     if config.num_kv_blocks is not None:

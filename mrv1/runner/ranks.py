@@ -109,10 +109,7 @@ def _is_of_peer(error: BaseException | None) -> bool:
 class Gloo:
     """The collectives of one rank, over gloo; a group of their own, not torch's default one.
 
-    Args:
-        rank: index of this process.
-        size: number of ranks.
-        timeout: seconds after which a collective fails that not every rank has joined.
+    A collective fails after ``timeout`` seconds if not every rank has joined.
     """
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
@@ -181,8 +178,7 @@ class Member:
     def await_ready(self, deadline: float) -> None:
         """Wait until the rank has said that it is ready, or has failed.
 
-        Args:
-            deadline: until when, on the clock of ``time.monotonic``.
+        ``deadline`` is on the clock of ``time.monotonic``.
 
         Raises:
             ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: it has failed, or
@@ -241,9 +237,7 @@ def _stop(members: Sequence[Member], seconds: float) -> None:
 class Ranks:
     """The processes of all ranks but rank 0, which is this process.
 
-    Args:
-        config: the engine's configuration, with the checkpoint's directory.
-        head_policy: as in ``ModelRunner``.
+    ``config`` has the checkpoint's directory.
     """
 
     def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
@@ -291,11 +285,7 @@ class Ranks:
             member.await_ready(deadline)
 
     def send(self, name: str, *args: object) -> None:
-        """Have every rank make a call.
-
-        Args:
-            name: a method of ``ModelRunner``.
-            args: its arguments.
+        """Have every rank call the method ``name`` of its ``ModelRunner``.
 
         Raises:
             OSError: a rank has ended, or has not read what was sent for a long time.

@@ -59,12 +59,9 @@ class StepShape:
     ) -> Self:
         """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order.
 
-        Args:
-            query_lens: tokens of each row.
-            has_drafts: whether some row has drafts.
-            samples: whether a graph may draw too.
-            masked: rows that the decode kernel does not take, even if they have one token, as it
-                takes no ranges of keys; None = no row.
+        ``samples`` says whether a graph may draw too. ``masked`` are the rows that the decode
+        kernel does not take even if they have one token, as it takes no ranges of keys; None = no
+        row.
         """
         longest = int(query_lens.max())
         is_decode = _is_decode(query_lens, masked)
@@ -156,12 +153,9 @@ class DeviceRows:
     ) -> Self:
         """Return the rows of a plan in device order.
 
-        Args:
-            plan: the step's plan.
-            slots: slots of the plan's rows; -1 = the request was refused.
-            shape: shape of the plan's rows.
-            captured: the shape of the graph that runs the step, at least as large; None = none.
-            masked: as ``StepShape.of`` got it.
+        ``slots`` are those of the plan's rows, -1 = the request was refused; ``captured`` is the
+        shape of the graph that runs the step, at least as large as ``shape``, None = none;
+        ``masked`` is as in ``StepShape.of``.
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape

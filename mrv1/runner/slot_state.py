@@ -60,12 +60,8 @@ def field_starts(num_slots: int, fields: Mapping[str, Field]) -> tuple[dict[str,
 class SlotState:
     """Views of one int32 buffer, so that a single kernel applies all changes of a step.
 
-    Slots never move; the buffer is read and written on the runner's stream only.
-
-    Args:
-        num_slots: rows of every field.
-        fields: by name.
-        device: where the buffer lives; it starts as zeros.
+    Slots never move; the buffer starts as zeros, and is read and written on the runner's stream
+    only.
 
     Raises:
         CapacityError: the buffer would have more words than an int32 can count.

@@ -129,9 +129,9 @@ class Staging:
         max_segments: most segments of a step that a graph runs.
         num_slots: buffers, taken in turns.
         device: the runner's device.
-        request_words: tokens and block ids of the longest request. After a prefix hit a graph runs
-            the step that uploads them: a few tokens, which take a GPU less time than their kernels
-            take the host to launch one by one.
+        request_words: tokens and block ids of the longest request: after a prefix hit a graph runs
+            the step that uploads them, whose few tokens take a GPU less time than the launch of
+            their kernels would take the host.
         max_sources: most tokens of a step that have a source of features.
         captured_drafts: most rows of a graph with drafts, and its drafts of a row.
     """
