@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,24 +92,12 @@ class RequestState:
         lens = slots["stop_sequence_lens"]
         stop_sequences = slots["stop_sequences"].unflatten(1, (lens.shape[1], -1))
         self._stop_sequences_shape = stop_sequences.shape[1:]
-        mrope = {}
+        shaped = {"stop_sequences": stop_sequences}
         if vision is not None:
-            spans = slots["mrope_spans"].unflatten(1, (-1, MROPE_SPAN_WORDS))
-            mrope = {"mrope_spans": spans, "num_mrope_spans": slots["num_mrope_spans"]}
-        self.slots = RequestSlots(
-            **mrope,
-            token_ids=slots["token_ids"],
-            num_tokens=slots["num_tokens"],
-            num_computed_tokens=slots["num_computed_tokens"],
-            stopped=slots["stopped"],
-            prompt_len=slots["prompt_len"],
-            max_total_tokens=slots["max_total_tokens"],
-            min_total_tokens=slots["min_total_tokens"],
-            stop_token_ids=slots["stop_token_ids"],
-            stop_sequences=stop_sequences,
-            stop_sequence_lens=lens,
-            num_stop_sequences=slots["num_stop_sequences"],
-        )
+            spans = slots["mrope_spans"]
+            shaped["mrope_spans"] = spans.unflatten(1, (-1, MROPE_SPAN_WORDS))
+        names = {each.name for each in dataclasses.fields(RequestSlots)} & slots.names
+        self.slots = RequestSlots(**{name: slots[name] for name in names} | shaped)
         """The slots as kernels read and update them."""
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,11 @@ class SlotState:
         words = self.buffer[start : start + num_slots * field.row_words]
         shape = (num_slots,) if field.width is None else (num_slots, field.width)
         return words.view(field.dtype).view(shape)
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the fields."""
+        return self._fields.keys()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field, ``[num_slots]`` or ``[num_slots, width]``; a shared one has one slot."""

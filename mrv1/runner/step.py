@@ -139,24 +139,20 @@ class TokenLogprobs:
 
     def behind(self, num_positions: int) -> TokenLogprobs:
         """Return the log-probabilities after the first ``num_positions`` positions."""
-        return TokenLogprobs(
-            token_ids=self.token_ids[num_positions:],
-            logprobs=self.logprobs[num_positions:],
-            ranks=self.ranks[num_positions:],
-        )
+        return self._part(slice(num_positions, None))
 
     def one_by_one(self, num_positions: int) -> list[TokenLogprobs]:
         """Return each of the first ``num_positions`` positions by itself."""
         if num_positions == len(self) == 1:
             return [self]
-        return [
-            TokenLogprobs(
-                token_ids=self.token_ids[at : at + 1],
-                logprobs=self.logprobs[at : at + 1],
-                ranks=self.ranks[at : at + 1],
-            )
-            for at in range(num_positions)
-        ]
+        return [self._part(slice(at, at + 1)) for at in range(num_positions)]
+
+    def _part(self, positions: slice) -> TokenLogprobs:
+        return TokenLogprobs(
+            token_ids=self.token_ids[positions],
+            logprobs=self.logprobs[positions],
+            ranks=self.ranks[positions],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
