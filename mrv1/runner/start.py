@@ -64,7 +64,8 @@ def build_parts(
             f"ranks and {'no' if model is None else 'a'} model"
         )
     codes = FORMATS.get(config.kv_cache_dtype)
-    conversion = codes and codes.conversion(device)  # fails before anything loads
+    # Fails before anything loads.
+    conversion = None if codes is None else codes.conversion(device)
     if model is None:  # once: the directory of a Hugging Face id may change between two calls
         checkpoint = Checkpoint.open(config.model, progress=progress)
         config = replace(config, model=str(checkpoint.path))

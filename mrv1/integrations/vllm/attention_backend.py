@@ -429,7 +429,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             captured[key] = buffers
         return buffers
 
-    def _sharing(self, buffers: Buffers) -> Buffers:
+    def _sharing(self, buffers: Any) -> Any:  # noqa: ANN401 - ``Buffers``, as mypy cannot narrow it
         """Return buffers whose partial results, if there are any, are in the shared memory."""
         if buffers is None or buffers.states is None:
             return buffers

@@ -457,7 +457,8 @@ ANSWERS: dict[str, Callable[[], object]] = {
     "reset_encoder_cache": lambda: None,
     "reset_mm_cache": lambda: None,
     "take_draft_token_ids": lambda: None,
-} | {name: _refusing(name) for name in REFUSED_CALLS}
+    **{name: _refusing(name) for name in REFUSED_CALLS},
+}
 """Control calls with one answer, whatever their arguments: the worker has no drafts, encoders,
 adapters, multimodal inputs and compilation passes of vLLM."""
 
