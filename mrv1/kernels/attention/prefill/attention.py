@@ -267,9 +267,9 @@ def _divide_steps(steps, split, num_splits, MIN_STEPS: tl.constexpr):
     splits = tl.maximum(tl.cdiv(steps.end, share), 1)
     first = split * share
     end = tl.minimum(first + share, steps.end)
-    inner_start = tl.maximum(steps.inner_start, _tile_of_step(first, steps))
-    inner_end = tl.minimum(steps.inner_end, tl.where(end > steps.sink_tiles, end + steps.gap, end))
-    return Steps(first, end, steps.sink_tiles, steps.gap, inner_start, inner_end), splits
+    return Steps(
+        first, end, steps.sink_tiles, steps.gap, steps.inner_start, steps.inner_end
+    ), splits
 
 
 @triton.jit
@@ -327,7 +327,7 @@ def _load_blocks(
 @triton.jit
 def _attend_tile(
     q, keys, steps, row, head, visited_row_ptr, cache, scales, softmax, logit_sink,
-    CACHE: tl.constexpr, TILES: tl.constexpr,
+    SHARED: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Run the online softmax over the keys of a program's steps.
 
@@ -355,8 +355,14 @@ def _attend_tile(
             None, None,
         )  # fmt: skip
     inner_end = steps.inner_end
-    first_block = steps.inner_start * TILE_TOKENS // BLOCK_SIZE
-    end_block = tl.cdiv(inner_end * TILE_TOKENS, BLOCK_SIZE)
+    first_inner = steps.inner_start
+    end_inner = inner_end
+    if SHARED:  # only for the pages: in the loop, these bounds would take registers
+        first_inner = tl.maximum(first_inner, _tile_of_step(steps.first, steps))
+        end = steps.end
+        end_inner = tl.minimum(end_inner, tl.where(end > steps.sink_tiles, end + steps.gap, end))
+    first_block = first_inner * TILE_TOKENS // BLOCK_SIZE
+    end_block = tl.cdiv(end_inner * TILE_TOKENS, BLOCK_SIZE)
     if not _holds_every_page(row, first_block, end_block, BLOCK_SIZE):
         inner_end = 0
 
@@ -644,7 +650,7 @@ def _paged_prefill_attention_kernel(
         PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
         Softmax(softmax_scale, soft_cap, sinks_ptr),
         load_logit_sink(sinks_ptr, row.q_head, row.in_tile & (split == 0)),
-        CACHE, TILES,
+        states_ptr is not None, CACHE, TILES,
     )  # fmt: skip
     _store_tile(
         HeadRows(out_ptr, stride_out_token, stride_out_head),
