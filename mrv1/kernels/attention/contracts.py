@@ -43,8 +43,8 @@ def check_paged_attention(
             the KV heads, a softmax scale that is not positive and finite, so that it would not
             keep the order of the scores, or a soft cap that is negative or not finite.
     """
+    check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     check = partial(check_tensor, device=q.device)
-    check("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     if q.shape[1] == 0 or q.shape[1] % layout.num_kv_heads:
         raise ValueError(
             f"q: expected a multiple of {layout.num_kv_heads} KV heads, got {q.shape[1]} heads"
