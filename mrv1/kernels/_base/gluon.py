@@ -6,7 +6,7 @@ Triton's interpreter does not run it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar, dataclass_transform
 
 from mrv1.kernels._base import triton as triton  # settles how the process runs kernels
 
@@ -42,7 +42,11 @@ else:
         return smem._reinterpret(desc.dtype, shape, desc.layout)
 
 
-def aggregate(cls: type) -> Any:  # noqa: ANN401 - a value of kernels, of which mypy knows nothing
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass_transform(eq_default=False)
+def aggregate(cls: _Class) -> _Class:
     """Make a value of kernels out of a class of annotated fields and ``gluon.jit`` methods.
 
     Kernels build it with its fields' values in order: tensors, pointers, shared memory, constants,
@@ -60,7 +64,8 @@ def aggregate(cls: type) -> Any:  # noqa: ANN401 - a value of kernels, of which 
     init.__triton_builtin__ = True  # type: ignore[attr-defined]  # cache keys leave it out
     cls.__init__ = init  # type: ignore[misc]
     cls.__annotations__ = dict.fromkeys(names, base_value)
-    return _aggregate(cls)
+    aggregated: _Class = _aggregate(cls)
+    return aggregated
 
 
 __all__ = [

@@ -10,8 +10,7 @@ go through the same tiles, each at its own pace::
     consumers              as there, from queries to output
 
 The scheduler takes a tile when the producer begins with the last pages of the tile before, no
-sooner, so that a program with much to do leaves tiles to others. Which program computes a tile
-changes no bit of it.
+sooner, so that a program with much to do leaves tiles to others. No bit depends on it.
 """
 
 from __future__ import annotations
@@ -85,32 +84,37 @@ class Item:
 
 
 @gluon.jit
-def _write(items, at, fields, COUNT: gl.constexpr):
-    """Write the first ``COUNT`` fields of an item, as the only warp."""
+def _write(items, at, FIRST: gl.constexpr, fields, COUNT: gl.constexpr):
+    """Write ``COUNT`` fields of an item from ``FIRST`` on, as the only warp."""
     for field in gl.static_range(COUNT):
-        number = gl.full([1], fields[field], gl.int32, WARP)
-        items.tile(at).slice(field, 1).store(number)
+        items.tile(at).slice(FIRST + field, 1).store(gl.full([1], fields[field], gl.int32, WARP))
 
 
 @gluon.jit
-def _read(items, at, block_table_ptr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Return an item, of which the compiler leaves out what is not used."""
+def _fields(items, at):
+    """Return the fields of an item, of which the compiler reads those that are used."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     fields = ()
     for field in gl.static_range(FIELDS):
         number = items.tile(at).slice(field, 1).load(LAYOUT)
         fields = fields + (gl.max(number, axis=0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
-    row_ptr = block_table_ptr + fields[4]
-    pages = wg.Pages(row_ptr, fields[5], fields[6], fields[7], BLOCK_SIZE)
+    return fields
+
+
+@gluon.jit
+def _read(items, at, block_table_ptr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """Return an item."""
+    fields = _fields(items, at)
+    pages = wg.Pages(block_table_ptr + fields[4], fields[5], fields[6], fields[7], BLOCK_SIZE)
     tile = wg.QueryTile(fields[8], fields[9], fields[10], fields[11], fields[12], GROUP)
     return Item(fields[0], fields[1], fields[2] != 0, fields[3], pages, tile)
 
 
 @gluon.jit
-def _next(items, at, block_table_ptr):
+def _next(items, at):
     """Wait for an item and return how many tiles it has."""
     items.wait_filled(at)
-    return _read(items, at, block_table_ptr, 1, 1).num_tiles
+    return _fields(items, at)[0]
 
 
 @gluon.jit
@@ -158,18 +162,19 @@ def _schedule(
             head_row = (gl.load(head_base_ptr + head) // DIM).to(gl.int32)
             block_rows = (gl.load(block_stride_ptr + head) // DIM).to(gl.int32)
             last_column = gl.maximum(gl.cdiv(end_position, BLOCK_SIZE) - 1, 0)
+            fields = (
+                seq_len, table_row, last_column, head_row, block_rows,
+                query_start, first_query, end_query, context_len, head,
+            )  # fmt: skip
+            _write(items, count, 3, fields, FIELDS - 3)  # at once: the scan needs registers
             # A page that is missing among those that every row sees makes all tiles masked ones.
             row_ptr = block_table_ptr + table_row
             pages = wg.Pages(row_ptr, last_column, head_row, block_rows, BLOCK_SIZE)
             has_gaps = pages.have_gaps(0, SCAN_BLOCKS, WIDE_WARP)
             num_inner = (context_len + first_query + 1) // TILE_TOKENS
             num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
-            fields = (
-                num_tiles, gl.minimum(num_masked, num_tiles), has_gaps.to(gl.int32), seq_len,
-                table_row, last_column, head_row, block_rows,
-                query_start, first_query, end_query, context_len, head,
-            )  # fmt: skip
-            _write(items, count, fields, FIELDS)
+            num_masked = gl.minimum(num_masked, num_tiles)
+            _write(items, count, 0, (num_tiles, num_masked, has_gaps.to(gl.int32)), 3)
             thread_barrier()
             items.fill(count)
             mbarrier.wait(wanted.index(0), count & 1)
@@ -179,7 +184,7 @@ def _schedule(
             gl.store(ticket_ptr, 0)
         ticket = gl.num_programs(0) + taken
     items.wait_free(count)
-    _write(items, count, (0,), 1)
+    _write(items, count, 0, (0,), 1)
     thread_barrier()
     items.fill(count)
 
@@ -195,7 +200,7 @@ def _produce(
     BOX_DIM: gl.constexpr = k_desc.block_shape[1]
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items
-    num_tiles = _next(items, item, block_table_ptr)
+    num_tiles = _next(items, item)
     while num_tiles > 0:
         work = _read(items, item, block_table_ptr, GROUP, BLOCK_SIZE)
         first_token = work.tile.query_start + work.tile.first_query
@@ -221,7 +226,7 @@ def _produce(
             buffers.values.copy(v_desc, rows, copy)
             copy += 1
         item += 1
-        num_tiles = _next(items, item, block_table_ptr)
+        num_tiles = _next(items, item)
 
 
 @gluon.jit
@@ -229,16 +234,11 @@ def _consume(
     PART: gl.constexpr, buffers, items, block_table_ptr, q, out, lse, scale,
     GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Attend from 64 of the rows of each item.
-
-    Fields are read again where they are needed: kept in registers, they would take those of the
-    loops.
-    """
-    TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
+    """Attend from 64 rows of each item. Fields kept over the loops would take their registers."""
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items before
     num_clears = gl.to_tensor(0)
-    num_tiles = _next(items, item, block_table_ptr)
+    num_tiles = _next(items, item)
     while num_tiles > 0:
         work = _read(items, item, block_table_ptr, GROUP, BLOCK_SIZE)
         if q.ptr is None:
@@ -247,7 +247,7 @@ def _consume(
             rows = q.load(work.tile, PART, buffers.keys.tiles.shape[2])
             buffers.queries.tile(PART).store(rows)
             fence_async_shared()
-        num_live = work.seq_len - (num_tiles - 1) * TILE_TOKENS
+        num_live = work.seq_len - (num_tiles - 1) * buffers.keys.tiles.shape[1]
         scores = wg.PlainKeys(work.pages, scale, work.has_gaps)
         value, row_lse, num_clears = wg.Consumer(PART, buffers, scores).attend(
             work.tile, copy, num_tiles - 1, work.num_masked, num_tiles, num_live, num_clears
@@ -265,7 +265,7 @@ def _consume(
         items.release(item)
         copy += num_tiles
         item += 1
-        num_tiles = _next(items, item, block_table_ptr)
+        num_tiles = _next(items, item)
 
 
 @gluon.jit(
