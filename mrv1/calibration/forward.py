@@ -58,7 +58,7 @@ class PolicyModel:
         self._scales: list[KVScales | None] = [None] * config.num_layers
         if page_format.has_scales:
             scales = torch.empty(pages[:-1], dtype=torch.float32, device=model.device)
-            self._scales = [KVScales.per_token(*layer, page_format) for layer in scales]
+            self._scales = [KVScales.per_token(k, v, page_format) for k, v in scales]
         self._layouts: dict[tuple[Visible, ...], KVLayout] = {}
         self._positions = torch.arange(num_tokens, device=model.device)
         self._block_table = torch.arange(num_blocks, dtype=torch.int32, device=model.device)[None]

@@ -323,7 +323,8 @@ class KVCache:
         if codes.granularity is None:
             return None
         if self._head_scales is not None:
-            return KVScales.per_head(*self._head_scales[layer], codes)
+            k, v = self._head_scales[layer]
+            return KVScales.per_head(k, v, codes)
         per_page = self.spec.page_scales
         k, v = (self._shaped(x, per_page) for x in scales)
         return KVScales.head_groups(

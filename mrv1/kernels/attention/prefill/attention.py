@@ -628,7 +628,7 @@ def _paged_prefill_attention_kernel(
         first_key = tl.maximum(tl.load(range_ptr, mask=row.in_tile, other=0), 0)
         end_key = tl.minimum(tl.load(range_ptr + 1, mask=row.in_tile, other=0), seq_len)
     if HAS_WINDOW:
-        window = tl.where(window < 0, NO_WINDOW, window)
+        window = tl.where(window < 0, NO_WINDOW, window)  # type: ignore[operator]
     start, end, sink_end, query_position, steps = _find_keys(
         queries, row, seq_len, first_key, end_key, window, sink, CACHE, TILES
     )
