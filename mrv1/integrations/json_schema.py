@@ -1,9 +1,8 @@
 """JSON schemas for llguidance: a keyword is enforced, rewritten, or refused by name and place.
 
-llguidance compiles most of JSON Schema 2020-12 as written. This module rewrites what other drafts
-spell in another way and what llguidance enforces under another name, and refuses what it would
-leave out or cut short. Keywords that JSON Schema does not know say nothing, as the specification
-asks: they stay without effect.
+llguidance compiles most of JSON Schema 2020-12. This module rewrites what other drafts spell, and
+llguidance enforces, in another way, and refuses what it would leave out or cut short. Keywords
+unknown to JSON Schema have no effect, as the specification asks.
 """
 
 from __future__ import annotations
@@ -98,12 +97,9 @@ _TYPES = {
 class JsonSchema:
     """A schema of which every keyword is enforced.
 
-    Its values are those of the given schema, less objects without the property that OpenAPI's
-    ``discriminator`` names.
-
-    Args:
-        schema: the schema as JSON text, or as what JSON text is read as.
-        closed: an object that lists properties has no others, unless the schema says so.
+    Its values are those of ``schema`` (JSON text, or what it is read as), less objects without the
+    property that OpenAPI's ``discriminator`` names. ``closed``: objects that list properties have
+    no others unless the schema says so.
 
     Raises:
         RequestError: the schema is not JSON, or it has a keyword that cannot be enforced.
@@ -329,10 +325,7 @@ def _kinds(node: dict[str, Any]) -> tuple[set[str], set[tuple[str, object]] | No
 
 
 def _include_bound(node: dict[str, Any], keyword: str, exclusive: str) -> None:
-    """Move an exclusive whole bound by the last of 15 digits.
-
-    llguidance takes 5 itself for a number beyond 5 and up to 5.5.
-    """
+    """Move an exclusive whole bound by the last of 15 digits: llguidance takes 5 beyond 5."""
     bound, other = node.get(exclusive), node.get(keyword)
     if not isinstance(bound, int | float) or not isinstance(other, int | float | None):
         return
@@ -345,10 +338,7 @@ def _include_bound(node: dict[str, Any], keyword: str, exclusive: str) -> None:
 
 
 def _is_inexact(value: object) -> bool:
-    """Return whether llguidance may read a number in ``value`` as another number.
-
-    It reads integers as float64, and decimals as digits times a power of ten, both rounded.
-    """
+    """Return whether llguidance, which rounds to float64, may read a number as another one."""
     if isinstance(value, dict | list):
         return any(map(_is_inexact, value.values() if isinstance(value, dict) else value))
     if isinstance(value, float):

@@ -61,8 +61,7 @@ class LLGuidance:
 
     Raises:
         ConfigError: llguidance is not installed.
-        RequestError: the tokenizer does not say which bytes its tokens are, or nothing ends an
-            output.
+        RequestError: the tokenizer hides the bytes of its tokens, or nothing ends an output.
     """
 
     def __init__(
@@ -98,13 +97,10 @@ class LLGuidance:
         whitespace_pattern: str = WHITESPACE,
         additional_properties: bool = True,
     ) -> LLGuidanceGrammar:
-        """Return the grammar of JSON texts that a schema allows.
+        """Return the grammar of JSON texts that a schema, a text or dict, allows.
 
-        Args:
-            schema: the schema as text or dict.
-            whitespace_pattern: regular expression of what may stand between two tokens of JSON.
-            additional_properties: whether an object has properties beside the listed ones where
-                the schema does not say.
+        ``whitespace_pattern`` matches what may stand between two tokens of JSON;
+        ``additional_properties`` is whether objects have others than listed by default.
 
         Raises:
             RequestError: a keyword of the schema is not enforced, or no value is valid.
@@ -136,20 +132,12 @@ class LLGuidance:
             raise
 
     def regex(self, pattern: str) -> LLGuidanceGrammar:
-        """Return the grammar of texts that a regular expression matches as a whole.
-
-        Raises:
-            RequestError: llguidance cannot compile the pattern.
-        """
+        """Return the grammar of whole matches of a pattern; RequestError if not compiled."""
         (grammar,) = json_module.loads(self._new_matcher.grammar_from_regex(pattern))["grammars"]
         return self._compiled("regex", grammar["lark_grammar"])
 
     def choice(self, texts: Sequence[str]) -> LLGuidanceGrammar:
-        """Return the grammar of some texts.
-
-        Raises:
-            RequestError: llguidance cannot compile the texts.
-        """
+        """Return the grammar of some texts; RequestError if they cannot be compiled."""
         # One terminal: llguidance limits how many alternatives a rule may have.
         terminal = " | ".join(map(json_module.dumps, texts))
         return self._compiled("choice", f"start: TEXT\nTEXT: {terminal}")
@@ -157,8 +145,7 @@ class LLGuidance:
     def grammar(self, rules: str) -> LLGuidanceGrammar:
         """Return the grammar of rules: EBNF from the rule ``root``, or Lark from ``start``.
 
-        Raises:
-            RequestError: llguidance cannot compile the rules.
+        RequestError: llguidance cannot compile the rules.
         """
         if _EBNF_RULE.search(rules):
             try:
@@ -198,18 +185,13 @@ class LLGuidanceMatcher:
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32]) -> None:
         """Set the bits of tokens that may come next, ``[ceil(vocab / 32)]``.
 
-        Raises:
-            RequestError: no token can continue the output, or the grammar is too ambiguous.
+        RequestError: no token can continue the output, or the grammar is too ambiguous.
         """
         self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
         self._raise_error()
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; return False if the grammar does not allow the token.
-
-        Raises:
-            RequestError: the grammar is too ambiguous.
-        """
+        """Advance by a token; False if not allowed; RequestError if too ambiguous a grammar."""
         if token_id in self._stops:
             is_complete = not self._has_ended and self._matcher.is_accepting()
             self._has_ended |= is_complete
@@ -307,9 +289,8 @@ def _unescaped(escape: re.Match[str]) -> str:
 def _by_character(lark: str) -> str:
     """Return rules that are parsed by character, as EBNF is.
 
-    Lark cuts a text into terminals before it parses, each as long as possible: in ``[a-z]* "ing"``
-    the letters would take the last three too. Where each terminal is one character, there is
-    nothing to cut.
+    Lark first cuts a text into the longest terminals: in ``[a-z]* "ing"`` the letters would take
+    the last three too. With terminals of one character, there is nothing to cut.
     """
     parts = _LARK_PART.split(lark)
     for index in range(1, len(parts), 2):

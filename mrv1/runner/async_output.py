@@ -69,17 +69,13 @@ class OutputRing:
     def views(self, num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (counts, tokens) of every slot, for steps of ``num_rows`` rows with padding.
 
-        Counts are [slots, num_rows] int32, tokens [slots, num_rows, num_columns] int64, dense, so
-        that a step stores no more than it must. A row's place does not depend on ``num_rows``.
+        Counts are [slots, num_rows] int32, tokens [slots, num_rows, num_columns] int64, dense.
         """
         tokens = self._tokens[:, : num_rows * num_columns]
         return self._counts[:, :num_rows], tokens.unflatten(1, (num_rows, num_columns))
 
     def acquire(self) -> int:
-        """Return the slot of the step that is launched next, after its older result is read.
-
-        Only ``deliver`` moves on to the following slot.
-        """
+        """Return the next step's slot, its older result read; only ``deliver`` moves on."""
         if self._is_given_up and self._done is not None:
             self._done[self._next].synchronize()
             self._is_given_up = False
@@ -108,11 +104,7 @@ class OutputRing:
     def end(
         self, num_rows: int, num_columns: int = 1
     ) -> tuple[Int32Array, Int64Array, torch.cuda.Event | None]:
-        """Mark the end of the step's work; return its counts, its tokens and the event after it.
-
-        A step has ``num_rows`` rows on the device, padding included, of ``num_columns`` tokens at
-        most.
-        """
+        """Mark the step's end; return counts, tokens of ``num_rows`` (padded), and the event."""
         slot, done = self._next, None
         if self._done is not None and self._clock is not None:
             done = self._done[slot]
@@ -133,10 +125,7 @@ class OutputRing:
 
 
 class AsyncOutput:
-    """Tokens of a launched step on their way to the host.
-
-    Carries the request ids and epochs as they were at launch.
-    """
+    """Tokens of a launched step on their way to the host; ids and epochs are those at launch."""
 
     def __init__(
         self,
@@ -204,11 +193,7 @@ class AsyncOutput:
         return outcome
 
     def take(self, timeout: float | None = None) -> StepOutput | StepError:
-        """Wait, read the step's buffers, and return the output or the error of ``result``.
-
-        Raises:
-            TimeoutError: the step was not over in time.
-        """
+        """Wait and read the step's buffers; returns and raises as ``result`` does."""
         if self._outcome is None:
             try:
                 self._wait(timeout)

@@ -49,10 +49,8 @@ def select_backend(
 def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
     """Raise unless FlashInfer supports the model and its cache.
 
-    Raises:
-        ConfigError: FlashInfer does not support the dtype, the head size, the head roles or the
-            granularity of scales.
-        UnsupportedDeviceError: the model is not on a GPU.
+    ConfigError: the dtype, head size, head roles or granularity of scales; else
+    UnsupportedDeviceError.
     """
     if model.device.type != "cuda":
         raise UnsupportedDeviceError(
@@ -83,11 +81,7 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
 
 
 def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
-    """Return the ``flashinfer`` package.
-
-    Raises:
-        ConfigError: the package is not installed or cannot be imported.
-    """
+    """Return the ``flashinfer`` package; ConfigError if it cannot be imported."""
     try:
         return import_module("flashinfer")
     except Exception as error:  # a broken installation may raise anything
@@ -115,14 +109,12 @@ def head_runs(layout: KVLayout) -> list[HeadRun]:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged wrappers over HND pages.
+    """FlashInfer's paged wrappers over HND pages, used by one thread only.
 
-    There is a decode and a prefill wrapper for each window and number of heads in a run of heads
-    that have the window. Static scales of an fp8 cache multiply queries and output, so that
-    FlashInfer reads bare codes.
-
-    A step is planned from the lengths that the host knows, so that planning reads nothing back
-    from the device; the page ids are gathered on the device. Only one thread may call it.
+    Each window and number of heads in a run that has it has a decode and a prefill wrapper. Static
+    scales of an fp8 cache multiply queries and output, so that FlashInfer reads bare codes. A step
+    is planned from lengths on the host, so that nothing is read back; page ids are gathered on the
+    device.
 
     Source:
         FlashInfer 0.6: ``BatchDecodeWithPagedKVCacheWrapper``,
@@ -130,11 +122,7 @@ class FlashInferBackend:
     """
 
     def __init__(self, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
-        """Import FlashInfer and allocate its workspace.
-
-        Raises:
-            ConfigError: FlashInfer is not installed or cannot be imported.
-        """
+        """Import FlashInfer, or raise ConfigError, and allocate its workspace."""
         flashinfer = import_flashinfer()
         workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=model.device)
         self._runs: dict[int, list[HeadRun]] = {}
@@ -169,11 +157,7 @@ class FlashInferBackend:
         query_lens: Int32Array | None,
         seq_lens: Int32Array | None,
     ) -> None:
-        """Plan every wrapper for the step.
-
-        Raises:
-            ValueError: ``query_lens`` or ``seq_lens`` is None.
-        """
+        """Plan every wrapper for the step; ValueError without ``query_lens`` and ``seq_lens``."""
         if query_lens is None or seq_lens is None:
             raise ValueError("query_lens, seq_lens: expected arrays for FlashInfer, got None")
         if self._planned is not None:

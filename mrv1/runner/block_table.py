@@ -18,10 +18,7 @@ NO_PAGE = -1
 
 
 class BlockTables:
-    """One row per slot, which is the concatenation of one segment per head group.
-
-    The table on the device is a field of ``slots``; ``block_size`` is in tokens.
-    """
+    """One row per slot on the device: a segment per head group; ``block_size`` is in tokens."""
 
     @staticmethod
     def fields(groups: Sequence[HeadGroup]) -> Mapping[str, Field]:
@@ -69,14 +66,13 @@ class BlockTables:
     ) -> None:
         """Count the plan's new blocks; add their ids to the upload, padded with -1 in a new row.
 
-        ``num_computed_tokens`` are those of each slot before the step; ids are smaller than the
-        ``num_pool_blocks`` of their head group.
+        ``num_computed_tokens`` are those of each slot before the step.
 
         Raises:
             ValueError: a slot without a row in the step, a wrong number of groups, an id outside
                 the pool (ids that a ring overwrites at once are not looked at), more blocks than
-                the longest request needs, or no block for a token that a row computes; nothing
-                is counted then.
+                the longest request needs, or no block for a token that a row computes; nothing is
+                counted then.
         """
         num_blocks = self.num_blocks_np
         if plan.new_block_ids or plan.new or plan.resumed:
@@ -126,11 +122,7 @@ class BlockTables:
     def _spare(
         self, plan: StepPlan, num_blocks: Int32Array, num_computed_tokens: Int32Array
     ) -> int:
-        """Return the tokens that each row's blocks hold beyond the step's: the least of all rows.
-
-        Raises:
-            ValueError: a row has no block for a token that it computes.
-        """
+        """Return the tokens that all rows' blocks hold beyond the step's; ValueError if < 0."""
         blocks = num_blocks[plan.slots].min(axis=1)
         ends = num_computed_tokens[plan.slots] + plan.num_scheduled_tokens
         spare = blocks * self._block_size - ends

@@ -86,15 +86,12 @@ class KernelSet:
 
     @classmethod
     def of(cls, config: EngineConfig, target: str | None) -> Self:
-        """Return the set of a checkpoint that is configured but not loaded.
+        """Return the set of a checkpoint that is configured but not loaded, for any device.
 
-        Args:
-            config: the configuration; its device does not matter.
-            target: one of ``GPUS``; None = the first GPU of this machine.
+        ``target`` is one of ``GPUS``; None = the first GPU of this machine.
 
         Raises:
-            ConfigError: the checkpoint or the target is wrong, there is no GPU, or several ranks
-                are asked for, which have none.
+            ConfigError: a wrong checkpoint or target, no GPU, or several ranks, which have none.
         """
         if config.tensor_parallel_size > 1:
             raise ConfigError(
@@ -121,10 +118,7 @@ class KernelSet:
         return digest_of(self.gpu, options, self.model_config, self.head_policy, self.dtype)
 
     def with_few_layers(self) -> KernelSet:
-        """Return the set of a model with only one layer of each kind, which has the same kernels.
-
-        With static scales the model keeps its layers: the checkpoint has scales for each.
-        """
+        """Return the set with one layer of each kind; all, if static scales are given for each."""
         model, heads = self.model_config, self.head_policy.heads
         if self.config.kv_scale == "head" or model.vision is not None:
             return self
@@ -186,11 +180,7 @@ def _sources() -> str:
 
 
 def _cache(key: str) -> Any:  # noqa: ANN401 - a class of triton
-    """Return Triton's cache manager of a key.
-
-    Raises:
-        ConfigError: the cache's folder can be neither found nor made.
-    """
+    """Return Triton's cache manager of a key; ConfigError if it has no folder."""
     from mrv1.kernels._base.triton import triton
 
     try:
@@ -241,10 +231,8 @@ class AheadCompiler:
     def wait(self, show: Callable[[int, int], object]) -> int:
         """Wait until every kernel is in the cache; return their number.
 
-        ``show`` is called with the number of kernels that are done, and of all.
-
-        Raises:
-            CompilationError: the child failed, or a kernel was not compiled.
+        ``show`` is called with the kernels done and all. CompilationError: the child or a kernel
+        failed.
         """
         done = total = 0
         for line in self._reports:
@@ -282,10 +270,7 @@ def compile_kernels(kernels: KernelSet, show: Callable[[int, int], object]) -> i
 
 
 def start_compiling(kernels: Compilable, num_processes: int | None) -> AheadCompiler | None:
-    """Begin to compile a set, unless Triton's cache has it or ``num_processes`` is 0.
-
-    None = as many processes as there are cores.
-    """
+    """Begin to compile a set, unless it is cached or ``num_processes`` (None = cores) is 0."""
     num_processes = num_cpus() if num_processes is None else num_processes
     if num_processes == 0 or is_compiled(kernels):
         return None
@@ -293,10 +278,7 @@ def start_compiling(kernels: Compilable, num_processes: int | None) -> AheadComp
 
 
 def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) -> None:
-    """Wait as ``AheadCompiler.wait`` does; if it fails, a warning says why.
-
-    Each kernel is compiled when it is first launched, then.
-    """
+    """Wait as ``AheadCompiler.wait``; a failure is a warning: each launch compiles then."""
     try:
         compiler.wait(show)
     except CompilationError as error:
@@ -325,10 +307,9 @@ def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
 
 
 def compile_from_stdin(record: Callable[[Kernels], KernelRecorder]) -> None:
-    """Compile the set that comes as a pickle on stdin; report progress on stdout.
+    """Compile the set pickled on stdin; report progress on stdout.
 
-    Args:
-        record: returns the kernels of a set; the process cannot use a GPU afterwards.
+    ``record`` returns the kernels of a set; the process cannot use a GPU afterwards.
     """
     torch.set_num_threads(1)
     kernels, num_processes = pickle.load(sys.stdin.buffer)

@@ -33,10 +33,7 @@ def record(kernels: KernelSet) -> KernelRecorder:
 
 @contextmanager
 def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
-    """Yield the kernels of a set, and the runner for a stand-in GPU that adds those of its steps.
-
-    This process cannot use a GPU afterwards.
-    """
+    """Yield a set's kernels and a stand-in runner that adds those of its steps; bars GPU use."""
     with stand_in_gpu(kernels.gpu) as (recorder, device):
         config = replace(
             kernels.config,

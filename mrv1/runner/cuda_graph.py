@@ -37,18 +37,15 @@ class StepGraphs:
 
     Everything that a graph reads or writes stays where it was at capture: the runner's state,
     caches, weights, the fetched upload and the ring of outputs. A decode step is padded to one of
-    ``decode_sizes``. Each size has a graph of the whole step, and one that ends before the logits
-    with a graph for each ``Tail`` that may follow. With drafts, each size has one more graph, in
-    which every row has ``max_drafts`` drafts or fewer. A graph with prompts has room for 0,
-    ``SMALL_DECODE`` or all rows of one token, which come first, and after them for one of
-    ``prompt_sizes`` prompt tokens. It too ends before the logits, as its launch takes little of
-    its time: any sampling may follow, as a graph or kernel by kernel.
+    ``decode_sizes``. Each size has a graph of the whole step, one that ends before the logits with
+    a graph for each ``Tail`` that may follow, and with drafts one in which rows have up to
+    ``max_drafts``. A graph with prompts has room for 0, ``SMALL_DECODE`` or all rows of one token,
+    which come first, and then for one of ``prompt_sizes`` prompt tokens. It ends before the
+    logits, as its launch takes little of its time: any sampling may follow, as a graph or kernel
+    by kernel.
 
-    Args:
-        max_num_reqs: most rows of a step.
-        max_num_tokens: most tokens of a step.
-        max_query_len: most tokens of a row.
-        max_drafts: most drafts of a row; 0 = no graph has any.
+    ``max_query_len`` and ``max_drafts`` (0 = no graph has any) are the most tokens and drafts of a
+    row.
     """
 
     def __init__(
@@ -181,9 +178,8 @@ class StepGraphs:
     def replay(self, shape: StepShape) -> Forwarded | None:
         """Launch the graph of a captured shape on the current stream.
 
-        Returns:
-            The sampler's input if the graph does not sample, valid until another graph runs, its
-            tail excepted.
+        Returns the sampler's input if the graph does not sample, valid until another graph but its
+        tail.
         """
         graph, forwarded = self._graphs[shape]
         graph.replay()

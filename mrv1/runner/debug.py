@@ -44,11 +44,7 @@ def synced(ops: Ops, device: torch.device) -> Ops:
 
 
 def check_block_ids(plan: StepPlan, rows: DeviceRows, cache: KVCache, batch: InputBatch) -> None:
-    """Raise if a gathered step would use a block id outside its pool.
-
-    Raises:
-        ValueError: an id is outside; the message names the first such id and its request.
-    """
+    """Raise ValueError, naming block id and request, if a step uses an id outside its pool."""
     attention, num_blocks = batch.attention, cache.num_blocks
     query_lens = torch.tensor(
         rows.placed(plan.num_scheduled_tokens), device=attention.seq_lens.device

@@ -32,13 +32,9 @@ def release_cached_memory(device: torch.device) -> None:
 
 @contextmanager
 def within_memory(option: str, what: str, device: torch.device) -> Iterator[None]:
-    """Run a body that needs memory of a GPU for ``what``; if it does not suffice, say who has it.
+    """Run a body that needs memory of a GPU for ``what``, which ``option`` decides.
 
-    ``option`` decides how much is needed.
-
-    Raises:
-        CapacityError: instead of torch's ``OutOfMemoryError``, and of the errors of a CPU, which
-            are no class of their own.
+    CapacityError, saying who has the memory, replaces torch's ``OutOfMemoryError`` and CPU errors.
     """
     try:
         yield

@@ -68,10 +68,7 @@ class TokenMasks(NamedTuple):
 
 
 class MaskBuffer:
-    """The place of a step's masks on the device, which never moves, and a pinned ring for them.
-
-    The ring's slots belong to steps as those of ``OutputRing`` do; a mask has int32 words.
-    """
+    """The fixed place of a step's int32 masks on the device; its ring is like ``OutputRing``."""
 
     def __init__(
         self, max_masks: int, mask_words: int, num_slots: int, device: torch.device
@@ -106,10 +103,7 @@ class MaskBuffer:
         self._rows.fill_(-1)
 
     def put(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> None:
-        """Copy the masks of a step to the device; its further masks are for no row.
-
-        ``bitmask`` is ``[masks, words]``, None = no mask; ``rows`` is as in ``TokenMasks``.
-        """
+        """Copy ``bitmask [masks, words]``, None = no mask; ``rows`` is as in ``TokenMasks``."""
         host_rows = self._host_rows[slot]
         host_rows.fill_(-1)
         if bitmask is not None:
@@ -253,10 +247,7 @@ class DeviceStep:
         return tails
 
     def capture(self, shapes: Iterable[StepShape] | None = None, *, progress: bool) -> None:
-        """Capture a graph of every shape, or of some, unless steps cannot run as graphs.
-
-        No step may be in flight.
-        """
+        """Capture all or some shapes, if steps can run as graphs; no step may be in flight."""
         if self.is_capturable:
             with torch.inference_mode():
                 self.clear_inputs()
@@ -276,17 +267,13 @@ class DeviceStep:
     def new_kv_cache(self, num_blocks: Sequence[int] | None = None) -> KVCache:
         """Return a cache with these blocks of each head group; None = one, for steps of padding.
 
-        Raises:
-            CapacityError: the cache does not fit.
+        CapacityError if it does not fit.
         """
         blocks = [1] * len(self.head_groups.groups) if num_blocks is None else num_blocks
         return KVCache(self.spec, self.head_groups, blocks, self.device, self._head_scales)
 
     def clear_inputs(self) -> None:
-        """Make uploads and masks those of a step of padding; no step may be in flight.
-
-        A mask of an older step may be for a row that a smaller shape does not have.
-        """
+        """Make uploads and masks those of padding, for any shape; no step may be in flight."""
         self.staging.clear()
         self.masks.clear()
 
@@ -296,11 +283,7 @@ class DeviceStep:
         self.slots[NEXT_UPLOAD].fill_(self.outputs.next_slot)
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
-        """Launch a step of padding, for a capture: the first step, or after ``clear_inputs``.
-
-        Returns:
-            The input of ``sample`` if the shape does not sample.
-        """
+        """Launch a step of padding, first or after ``clear_inputs``; return ``sample``'s input."""
         batch, hidden = self.forward(
             shape, self.staging.static_view(shape.num_rows, has_drafts=shape.has_drafts)
         )
@@ -373,10 +356,8 @@ class DeviceStep:
     ) -> tuple[Sequence[LogprobReport | StoredLogprobs], bool]:
         """Launch the sampling after the layers, as a graph if one does all that is asked for.
 
-        ``bitmask`` and ``masked_rows`` are those of ``ModelRunner.sample``.
-
-        Returns:
-            The log-probabilities, and whether a graph ran.
+        Returns the log-probabilities and whether a graph ran; arguments as of
+        ``ModelRunner.sample``.
         """
         slot, tail = self.outputs.next_slot, None
         if rows.is_captured and self.logprobs.has(wanted):
@@ -403,12 +384,9 @@ class DeviceStep:
     ) -> list[LogprobReport]:
         """Draw a token for each row that samples, append it, and find the requests that stop.
 
-        Args:
-            batch: as ``forward`` returned it.
-            hidden: likewise.
-            wanted: log-probabilities to report, in the order of the rows.
-            masks: masks of some rows, in a step without drafts.
-            stores_logprobs: whether ``logprobs`` stores those of all rows, in a decode step.
+        ``batch`` and ``hidden`` are from ``forward``; ``wanted`` is in the order of the rows;
+        ``masks`` needs a step without drafts; ``stores_logprobs`` a decode step, all of whose rows
+        are stored.
         """
         shape, staged = batch.shape, batch.staged
         if shape.has_drafts:
@@ -491,11 +469,10 @@ class DeviceStep:
     def _draw_after_drafts(
         self, batch: SampledRows, hidden: torch.Tensor, wanted: Sequence[Wanted]
     ) -> tuple[torch.Tensor, torch.Tensor, list[LogprobReport]]:
-        """Return the tokens drawn after each row's last known token and after each draft.
+        """Return the tokens drawn after each row's last known token and drafts, counts, reports.
 
-        Also returns how many of these tokens are valid, and the reports. A draft is accepted if
-        the token drawn in its place is the same. Noise belongs to a position, so the tokens are
-        the same as in a run without drafts.
+        A draft is accepted if the token drawn in its place is the same. Noise belongs to a
+        position, so the tokens are those of a run without drafts.
         """
         idx_mapping, logits_rows = batch.staged.idx_mapping, batch.logits_rows
         drafts, num_drafts = batch.staged.draft_token_ids, batch.staged.num_draft_tokens

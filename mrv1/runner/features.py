@@ -36,12 +36,9 @@ NO_SOURCE = -1
 class FeatureBuffer:
     """Rows of features on the device, and the items of the requests that have yet to read them.
 
-    The rows have memory from the start if the configuration sets their bytes or the model has a
-    vision encoder; else from the first item on. The fields of ``slots`` include
-    ``fields(config)``.
-
-    Raises:
-        CapacityError: the device has no room for rows that have memory from the start.
+    Rows have memory from the start if their bytes are configured or the model has a vision encoder
+    (CapacityError if it does not fit); else from the first item on. The fields of ``slots``
+    include ``fields(config)``.
     """
 
     @staticmethod
@@ -53,11 +50,7 @@ class FeatureBuffer:
 
     @staticmethod
     def rows_of(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> int:
-        """Return the number of rows for a model.
-
-        Raises:
-            CapacityError: an int32 cannot count the rows.
-        """
+        """Return the rows for a model; CapacityError if an int32 cannot count them."""
         if config.mm_cache_memory_bytes is None:
             return max(config.max_num_batched_tokens, LEAST_DEFAULT_ROWS)
         row_bytes = model_config.feature_size * dtype.itemsize
@@ -80,8 +73,7 @@ class FeatureBuffer:
         self._source = slots[FEATURE_SOURCE][0]
         self._source_word = slots.first_word(FEATURE_SOURCE, 0)
         self._staged: dict[bytes, tuple[int, Int32Array]] = {}
-        """Content hash -> number of the last staging of an item's features, and their rows, none
-        of which was staged again since."""
+        """Content hash -> last staging of an item, its rows not staged since."""
         self._stagings: dict[int, bytes] = {}
         """The inverse: number of a staging -> content hash."""
         self._num_stagings = 0
@@ -93,11 +85,7 @@ class FeatureBuffer:
             self.allocate()
 
     def allocate(self) -> None:
-        """Allocate the rows.
-
-        Raises:
-            CapacityError: the device has no room.
-        """
+        """Allocate the rows, or raise CapacityError."""
         shape = self.num_rows, self.rows.shape[1]
         try:
             self.rows = self.rows.new_empty(shape)
@@ -127,8 +115,7 @@ class FeatureBuffer:
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Return an item whose features can be staged without a wait of the host.
 
-        Raises:
-            RequestError: the features do not fit the model's hidden size or dtype.
+        RequestError: the features do not fit the model's hidden size or dtype.
         """
         on_gpu = self.rows.device.type == "cuda"
         return item.prepared(self.rows.shape[1], self.rows.dtype, pin_memory=on_gpu)
@@ -149,13 +136,9 @@ class FeatureBuffer:
                 self._items[request.slot] = request.multimodal
 
     def stage(self, plan: StepPlan) -> None:
-        """Copy the features that the plan stages, on the current stream.
+        """Copy the features that the plan stages, on the current stream, while the host prepares.
 
-        The copies need nothing else of the step: launched first, they run while the host prepares
-        the rest.
-
-        Raises:
-            ValueError: ``plan.staged_features`` has rows that the buffer or the item has not.
+        ValueError: ``plan.staged_features`` has rows that the buffer or the item has not.
         """
         for staged in plan.staged_features:
             item, start = staged.item, 0
@@ -199,14 +182,9 @@ class FeatureBuffer:
     ) -> int:
         """Add to the upload which tokens of the step have features, and which rows.
 
-        ``num_before`` are the tokens of each row of the plan that are computed before the step.
-
-        Returns:
-            How many of the first tokens of the batch have a source in the upload; 0 = no token of
-            the step has features.
-
-        Raises:
-            ValueError: the features of a token were not staged.
+        ``num_before`` are each row's tokens computed before. Returns how many of the batch's first
+        tokens have a source in the upload; 0 = none has features. ValueError: a token's features
+        were not staged.
         """
         first_tokens = rows.first_tokens
         pieces: list[tuple[int, Int32Array]] = []

@@ -11,11 +11,9 @@ class GpuClock:
     """Sums the time from each launch that finds the GPU idle to the end of the steps that follow.
 
     While steps follow each other without a gap, only their end events are recorded, which the host
-    needs anyway, and no time is computed until ``seconds`` is called. If a step ends while the
-    next one is being launched, the gap between them, shorter than that launch, counts as work.
-
-    Args:
-        ends: an event with timing for each slot of a ring, which steps use in turns.
+    needs anyway; ``seconds`` computes the time. A gap before a step that was being launched when
+    the older one ended counts as work. ``ends`` has an event with timing for each slot of the
+    steps' ring.
     """
 
     def __init__(self, ends: Sequence[torch.cuda.Event]) -> None:
@@ -27,10 +25,7 @@ class GpuClock:
         """Time of the steps before ``_begin``."""
 
     def start(self, slot: int) -> None:
-        """Begin to measure, on the current stream, if the GPU is idle.
-
-        Called before the step in ``slot`` of the ring is launched.
-        """
+        """Measure on the current stream if the GPU is idle; the step in ``slot`` comes next."""
         last = self._ends[slot - 1]
         if self._num_steps and not last.query():
             return

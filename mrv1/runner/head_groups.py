@@ -19,12 +19,9 @@ def resolve_policy(
 ) -> HeadPolicy:
     """Return which tokens each KV head of a model sees.
 
-    ``given`` is the policy that the caller passed; None = the configured policy, else that of the
-    checkpoint ``config.model`` if the model comes from it, else each head sees everything that its
-    layer sees.
-
-    Raises:
-        ConfigError: the policy cannot be read, or does not fit the model.
+    That is ``given``, else the configured policy, else that of the checkpoint ``config.model`` if
+    the model comes from it, else all that its layer sees. ConfigError: it is unreadable or does
+    not fit.
     """
     windows, num_kv_heads = model_config.layer_windows, model_config.num_kv_heads
     policy = given

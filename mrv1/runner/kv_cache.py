@@ -26,10 +26,7 @@ CPU_KV_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSpec:
-    """Shapes and dtypes of a cache's pages and scales; every count of its bytes is made here.
-
-    A *page* stores a block for one KV head of one layer, keys or values.
-    """
+    """Shapes, dtypes and bytes of a cache; a *page* stores a block of one KV head of one layer."""
 
     num_layers: int
     num_kv_heads: int
@@ -110,10 +107,7 @@ class CacheSpec:
 def layer_layouts(
     spec: CacheSpec, groups: HeadGroups, num_blocks: Sequence[int], device: torch.device
 ) -> list[KVLayout]:
-    """Return each layer's layout on ``device``: the pages of its head groups, group by group.
-
-    Layers whose heads have the same roles share one layout.
-    """
+    """Return each layer's layout, pages group by group; layers with the same roles share one."""
     layouts: dict[object, KVLayout] = {}
     for layer in range(spec.num_layers):
         roles = groups.roles(layer)
@@ -173,10 +167,7 @@ class StreamingDemand:
         )
 
     def divide(self, groups: HeadGroups, num_blocks: int) -> tuple[int, ...]:
-        """Return the blocks of every group if each full group has ``num_blocks``.
-
-        A streaming group never needs more: no request uses more blocks in it than in a full one.
-        """
+        """Return the blocks of every group if full ones, the largest, have ``num_blocks``."""
         return tuple(
             num_blocks if group.keeps.is_full else min(num_blocks, self.num_blocks(group))
             for group in groups.groups
@@ -214,12 +205,11 @@ class StreamingDemand:
     def fair_blocks(self, group: HeadGroup, full_heads: int, num_blocks: int) -> int:
         """Return the blocks of a streaming group that serve short and long requests equally well.
 
-        The group's blocks limit how many short requests fit, the full heads' ``num_blocks`` how
-        many long requests. Compared with the best division for each kind, requests as long as the
-        window lose as much as requests of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``:
-        the ``a`` full heads of all layers have ``F`` blocks, the ``b`` heads of this group have
-        ``S``, and the longest request uses ``w`` of these instead of ``m``. A prompt's chunk fits
-        in any case.
+        They limit how many short requests fit, the full heads' ``num_blocks`` how many long ones.
+        Against the best division for each kind, requests as long as the window lose as much as
+        those of ``max_model_len`` if ``(a + b) S = (a + b w / m) F``: the ``a`` full heads of all
+        layers have ``F`` blocks, this group's ``b`` heads ``S``, and the longest request uses
+        ``w`` of these instead of ``m``. A prompt's chunk fits in any case.
         """
         if full_heads == 0:
             return num_blocks
@@ -240,10 +230,7 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 class KVCache:
-    """The pages and scales of a spec on the device; only static scales are initialised.
-
-    No element is read before it is written: kernels mask positions past a request's length.
-    """
+    """The pages and scales of a spec on the device; kernels mask what was never written."""
 
     def __init__(
         self,
@@ -255,11 +242,8 @@ class KVCache:
     ) -> None:
         """Allocate the pages and scales, with ``num_blocks`` blocks of each group in every layer.
 
-        ``head_scales``, ``[layers, 2, kv_heads]`` float32, are the static scales that granularity
-        ``head`` needs; None for any other granularity.
-
-        Raises:
-            CapacityError: fewer than one block of a group fits, or the device has no room.
+        ``head_scales``, ``[layers, 2, kv_heads]`` float32, are for granularity ``head``; else
+        None. CapacityError: fewer than one block of a group fits, or the device has no room.
         """
         if min(num_blocks) < 1:
             raise CapacityError(
@@ -310,10 +294,7 @@ class KVCache:
             )
 
     def _shaped(self, values: torch.Tensor, *page: int) -> torch.Tensor:
-        """Return a layer's pages, or their scales, in the shape that kernels take.
-
-        ``[blocks, kv_heads, *page]`` if all heads share their blocks, else flat.
-        """
+        """Return pages or scales as kernels take them: ``[blocks, kv_heads, *page]``, or flat."""
         if len(self.num_blocks) > 1:
             return values.view(-1)
         return values.view(self.num_blocks[0], self.spec.num_kv_heads, *page)

@@ -23,8 +23,7 @@ class KVTokens:
     stop: int
     """Position after the last token: the request's next step starts here."""
     num_cached: int
-    """Leading tokens of the range that the prefix cache had: earlier steps have written them. A
-    streaming head has them only where its sink and window are."""
+    """Leading tokens from the prefix cache; a streaming head has those of its sink and window."""
     block_ids: tuple[tuple[int, ...], ...] | None
     """For each head group: the blocks in which these positions lie, in order; -1 = no page. None =
     the request took its slot before there was a listener."""
@@ -35,12 +34,10 @@ class KVReady:
     """Once ``event`` has passed, one layer's keys and values of a step are written."""
 
     plan: StepPlan
-    """The step, its rows in any order. Each row writes the next ``num_scheduled_tokens`` positions
-    of the request in its slot. Nothing is written for a request that had stopped, or that a custom
-    processor refused."""
+    """The step, its rows in any order: each writes the next ``num_scheduled_tokens`` positions of
+    its request, but for one that had stopped or that a custom processor refused."""
     tokens: tuple[KVTokens, ...]
-    """Row by row of the plan: the positions that it adds and their blocks, with those that the
-    prefix cache had when the request enters."""
+    """By row of the plan: its positions and blocks, with the prefix cache's at entry."""
     layer: int
     cache: LayerCache
     """The layer's pages, their layout, and the scales of an fp8 cache."""
@@ -66,10 +63,7 @@ stream of the launch must wait for it. Rejected drafts, and everything with
 
 
 def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tuple[KVTokens, ...]:
-    """Return the tokens that each row of a staged plan adds.
-
-    ``num_before [rows]`` of each row were computed before the step; ``tables`` keeps block ids.
-    """
+    """Return the tokens that each row of a staged plan adds to its ``num_before [rows]``."""
     cached = {request.slot: request.num_computed_tokens for request in plan.entering}
     found = []
     for req_id, slot, before, count in zip(
@@ -102,10 +96,9 @@ def tell(
     device: torch.device,
     *layers: int,
 ) -> None:
-    """Tell ``listener`` of layers whose writes are on the current stream; they share an event.
+    """Tell ``listener`` of layers written on the current stream, with one event for all.
 
-    Raises:
-        RuntimeError: the listener raised an exception, which is the cause.
+    RuntimeError: the listener raised an exception, which is the cause.
     """
     event = None
     if device.type == "cuda":

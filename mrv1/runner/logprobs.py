@@ -24,8 +24,7 @@ LOGITS_CHUNK = 256
 """Rows of logits that may exist at the same time, even if fewer requests run."""
 
 FILTER_CHUNK = 16
-"""Rows that are filtered or sorted at the same time: either takes up to ``FILTER_BYTES`` per
-logit."""
+"""Rows filtered or sorted at the same time, at up to ``FILTER_BYTES`` per logit."""
 
 FILTER_BYTES = 128
 """Bytes of device memory, including the scratch memory that a sort may need."""
@@ -103,10 +102,9 @@ class PromptPart(NamedTuple):
 def rows_of(
     wanted: Sequence[Wanted], num_columns: int, device: torch.device
 ) -> slice | torch.Tensor:
-    """Return the rows of a tensor that ``wanted`` needs, ``num_columns`` for each row of the step.
+    """Return the rows that ``wanted`` needs, ``num_columns`` for each row of the step.
 
-    If the wanted rows come first, the result is a slice, which copies nothing: a copy would
-    be a large part of the logits.
+    Leading rows are a slice: a copy would be a large part of the logits.
     """
     rows = [each.device_row for each in wanted]
     if rows == list(range(len(rows))):
@@ -157,10 +155,7 @@ class LogprobRequests:
     def of_prompts(
         self, plan: StepPlan, rows: DeviceRows, num_before: Int32Array
     ) -> list[PromptPart]:
-        """Return the prompt tokens to report in a step.
-
-        ``num_before [rows of the plan]`` tokens of each were computed before the step.
-        """
+        """Return a step's prompt tokens to report; ``num_before [rows]`` were computed before."""
         slots = plan.slots
         counts = np.minimum(self._prompt_end_np[slots] - num_before, plan.num_scheduled_tokens)
         asking = (counts > 0).nonzero()[0].tolist()
@@ -192,9 +187,8 @@ def reports_of(
 ) -> list[LogprobReport]:
     """Return the log-probabilities of rows that are searched, and of rows that are sorted.
 
-    Sorted rows are in the report of the others too, with few values, which the later reports
-    replace: to leave them out would copy the logits of the others. Arguments are as in
-    ``LogprobReport.of``; ``FILTER_CHUNK`` positions are sorted at a time.
+    Arguments as in ``LogprobReport.of``. Sorted rows are in the report of the others too, with few
+    values that later reports replace: to leave them out would copy the others' logits.
     """
     to_sort = [index for index, each in enumerate(wanted) if each.is_sorted]
     if not to_sort:
@@ -228,16 +222,14 @@ def _logits_at(
 
 
 class LogprobReport:
-    """Log-probabilities of some rows of a plan on their way to the host.
-
-    They are copied to pinned memory on the current stream; call ``read`` after the copies.
+    """Log-probabilities of some rows of a plan, copied to pinned memory on the current stream.
 
     Args:
         wanted: the rows that ask, all for the same number of positions.
         num_top: number of likeliest tokens that were computed.
-        chunks: consecutive parts of ``[rows that ask * positions]``, on the host: token ids
-            (the token at the position, the tokens asked for by id, the likeliest tokens), their
-            log-probabilities and their ranks, each ``[any, ids]``.
+        chunks: consecutive parts of ``[rows that ask * positions]``, on the host: token ids (the
+            token at the position, those asked for by id, the likeliest), their log-probabilities
+            and their ranks, each ``[any, ids]``; read after the copies.
     """
 
     def __init__(self, wanted: Sequence[Wanted], num_top: int, chunks: Sequence[_Chunk]) -> None:
@@ -255,12 +247,9 @@ class LogprobReport:
     ) -> Self:
         """Return the log-probabilities, computed with one chunk at a time on the device.
 
-        Args:
-            wanted: the rows that ask; all of them are sorted, or none.
-            drawn: ``[rows that ask * positions]`` int64, the token there; negative = none.
-            logits_of: returns the logits of a range of these positions, ``[any, vocab]``.
-            ops: the ops for the device of the tokens and logits.
-            chunk_rows: most positions to search at a time.
+        ``wanted`` are sorted all or not at all; ``drawn [rows that ask * positions]`` int64,
+        negative = none; ``logits_of`` returns a range of positions, ``[any, vocab]``, up to
+        ``chunk_rows`` at a time.
         """
         asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
         asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
@@ -272,11 +261,7 @@ class LogprobReport:
         return cls(wanted, chunks[0][0].shape[1] - by_id.shape[1], chunks)
 
     def read(self, num_positions: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
-        """Return the log-probabilities by row of the plan.
-
-        Args:
-            num_positions: by row of the plan, the number of its positions to read; None = all.
-        """
+        """Return the log-probabilities by row of the plan, of all or ``num_positions`` of each."""
         found = {}
         arrays = zip(*self._chunks, strict=True)
         token_ids, logprobs, ranks = (torch.cat(of_chunks).numpy() for of_chunks in arrays)
@@ -342,9 +327,8 @@ class LogprobRing:
     ) -> None:
         """Store the log-probabilities of every row of ``logits``, ``[rows, vocab]``.
 
-        ``drawn [rows]`` int64 are the tokens, negative = none; ``idx_mapping [rows]`` int32 is the
-        slot of each row, -1 = padding; ``num_top [slots]`` int32 is how many likeliest tokens each
-        request asks for.
+        ``drawn [rows]`` int64, negative = none; ``idx_mapping [rows]`` int32 slots, -1 = padding;
+        ``num_top [slots]`` int32, the likeliest tokens that each request asks for.
         """
         asked = drawn[:, None]
         logprobs, ranks, top, top_logprobs = ops.top_logprobs(
@@ -363,11 +347,7 @@ class LogprobRing:
         return not wanted.has_token_ids and wanted.num_top <= self.num_top
 
     def send(self, slot: int, num_rows: int, wanted: WantedRows) -> StoredLogprobs:
-        """Copy what the step stored to its slot of the ring, on the current stream.
-
-        The step has ``num_rows`` rows with padding; those of ``wanted`` ask for what it has
-        (``has``).
-        """
+        """Copy what the step of ``num_rows`` (padded) stored for ``wanted`` to its ring slot."""
         size = num_rows * self._row_bytes
         host = self._host[slot, :size].copy_(self._stored[:size], non_blocking=True)
         sizes = [dtype.itemsize * width * num_rows for dtype, width in self._parts]
@@ -379,12 +359,10 @@ class LogprobRing:
 
 
 class StoredLogprobs:
-    """Log-probabilities that a graph has stored; call ``read`` after the copy to the host.
+    """Log-probabilities that a graph has stored for ``wanted``; ``read`` them after the copy.
 
-    Args:
-        wanted: the rows that ask.
-        parts: ``[rows, any]`` each, in pinned memory: the drawn token and its rank, the likeliest
-            tokens, the log-probabilities of both, and the logits of the likeliest.
+    ``parts`` are ``[rows, any]``, pinned: drawn token and rank, likeliest tokens,
+    log-probabilities of both, logits of the likeliest.
     """
 
     def __init__(self, wanted: WantedRows, parts: Sequence[torch.Tensor]) -> None:
@@ -428,9 +406,8 @@ def _packed_dtype(num_ids: int, real: np.dtype[np.floating]) -> np.dtype[np.void
 class PackedPosition(TokenLogprobs):
     """One position of one request as bytes: a step makes one for each row, few are read.
 
-    Arrays would take the host several times as long to make, and its garbage collector to visit.
-    ``dtype`` has the fields ``token_ids``, ``logprobs`` and ``ranks``; ``data`` is one element of
-    it.
+    Arrays take several times as long to make. ``data`` is an element of ``dtype``: ``token_ids``,
+    ``logprobs`` and ``ranks``.
     """
 
     __slots__ = ("_data", "_dtype")

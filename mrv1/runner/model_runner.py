@@ -93,16 +93,14 @@ class ModelRunner:
         Args:
             config: the runner's configuration.
             model: a model that is on the device already; None loads ``config.model``.
-            head_policy: which tokens each KV head sees; None = the policy of
-                ``config.head_policy``, else the checkpoint's, else each head sees everything that
-                its layer sees.
+            head_policy: which tokens each KV head sees; None = that of ``config.head_policy``,
+                else the checkpoint's, else each head sees everything that its layer sees.
             logits_processors: custom processors, applied in this order in every step.
-            parallel: this rank of ``config.tensor_parallel_size``; every rank executes the same
-                plans, and all draw the same tokens. None = a single rank.
-            allocates: whether the KV cache is allocated now; if not, the caller has to call
-                ``allocate_kv_cache`` before the first step.
-            progress: show progress bars while a model is downloaded, weights load and CUDA graphs
-                are captured.
+            parallel: this rank of ``config.tensor_parallel_size``; all execute the same plans and
+                draw the same tokens. None = a single rank.
+            allocates: whether to allocate the KV cache now, or by ``allocate_kv_cache`` before a
+                step.
+            progress: show progress bars of download, loading and capture.
 
         Raises:
             ConfigError: the checkpoint or an option is wrong.
@@ -209,26 +207,22 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step and return before the device is done.
 
-        Up to ``config.steps_in_flight`` steps may be launched before the result of the first one
-        is read. A row whose request has stopped on the device by then computes nothing.
-
-        With ``config.debug`` every block id that the step needs is checked first; the check makes
-        the host wait for the device.
+        Up to ``config.steps_in_flight`` steps may be launched before the first one's result is
+        read. A row whose request has stopped on the device by then computes nothing. With
+        ``config.debug`` every block id is checked first, which makes the host wait for the device.
 
         Raises:
-            StepError: the plan contradicts the runner's state, a block id that the step needs is
-                outside the pool (only with ``config.debug``), or the launch failed; errors on the
-                device are raised by ``AsyncOutput.result``.
-            RuntimeError: the runner was closed, sleeps or lacks weights, or a step of ``forward``
-                awaits ``sample``.
+            StepError: the plan contradicts the runner's state, a block id is outside the pool
+                (with ``config.debug``), or the launch failed; ``AsyncOutput.result`` raises errors
+                on the device.
+            RuntimeError: the runner was closed, sleeps, lacks weights or awaits ``sample``.
         """
         return self._run(plan, self._complete)
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer; ``sample`` must complete it before the next step.
 
-        For steps whose token masks depend on tokens that are not yet known on the host: the caller
-        makes the masks while the layers run.
+        For token masks that need tokens not yet known on the host: made while the layers run.
 
         Raises:
             StepError, RuntimeError: as ``execute``.
@@ -352,10 +346,7 @@ class ModelRunner:
         bitmask: Int32Array | None = None,
         masked_rows: Sequence[int] = (),
     ) -> AsyncOutput:
-        """Launch the sampling after a step's layers, unless a graph has; return the output.
-
-        ``bitmask`` and ``masked_rows`` are as in ``sample``.
-        """
+        """Launch the sampling (see ``sample``) unless a graph has; return the output."""
         (plan, rows, forwarded), step = launched, self._step
         asked = self._preparation.logprobs
         logprobs: Sequence[LogprobReport | StoredLogprobs] = ()
@@ -413,11 +404,7 @@ class ModelRunner:
         return self.features.prepared(item)
 
     def set_kv_listener(self, listener: KVListener | None) -> None:
-        """Tell ``listener`` of the keys and values of every step launched from now on.
-
-        Args:
-            listener: see ``KVListener``; None = no listener, which costs nothing.
-        """
+        """Tell ``listener`` (None = nobody) of K and V of every step launched from now on."""
         self._kv_listener = listener
         self.block_tables.keep_ids(listener is not None)
 
@@ -429,11 +416,7 @@ class ModelRunner:
         return self._sleep.is_sleeping
 
     def check_usable(self) -> None:
-        """Raise unless steps may run.
-
-        Raises:
-            RuntimeError: the runner was closed, sleeps or lacks weights.
-        """
+        """Raise RuntimeError if the runner was closed, sleeps or lacks weights."""
         refusal = self._unusable or self._sleep.refusal
         if refusal is not None:
             raise RuntimeError(refusal)
@@ -472,12 +455,8 @@ class ModelRunner:
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Overwrite weights in place, so that CUDA graphs stay valid; wait until it is done.
 
-        Steps launched before use the old weights. Keys and values in the cache are those of the
-        old weights, too.
-
-        Args:
-            named_tensors: as in ``LLM.update_weights``.
-            partial: likewise.
+        Arguments are those of ``LLM.update_weights``. Steps launched before use the old weights;
+        keys and values in the cache stay those of the old weights.
 
         Raises:
             ConfigError: as ``LLM.update_weights``; no weight was changed.
@@ -544,10 +523,7 @@ class ModelRunner:
         return report_of(self.kv_cache, self._parts.streaming_demand, self.features.nbytes)
 
     def close(self) -> None:
-        """Free the device memory; the runner cannot be used afterwards.
-
-        In a forked child the memory of a GPU stays the parent's.
-        """
+        """Free the device memory for good; in a forked child that of a GPU stays the parent's."""
         is_elsewhere = self.device.type == "cuda" and self._unusable == FORKED
         self._closed, self._unusable = True, _CLOSED
         if is_elsewhere:

@@ -18,8 +18,7 @@ from mrv1.runner.visible_ranges import VisibleRanges
 class StepPreparation:
     """Checks plans, keeps the host's view of the slots, and chooses which graph runs a step.
 
-    Owned by the runner, whose thread calls it. ``step`` has its KV cache by the time of the first
-    plan.
+    Only the runner's thread calls it, once ``step`` has its KV cache.
     """
 
     def __init__(self, step: DeviceStep) -> None:
@@ -40,18 +39,11 @@ class StepPreparation:
     def prepare(
         self, plan: StepPlan, *, samples: bool, is_heard: bool
     ) -> tuple[DeviceRows, Staged | None]:
-        """Check the plan and write the step's upload.
+        """Check the plan and write the step's upload; ValueError: it contradicts the slots.
 
-        Args:
-            plan: the step's plan.
-            samples: whether sampling may be launched together with the layers.
-            is_heard: whether a listener follows the layers, which a graph only allows in a decode.
-
-        Returns:
-            The step's rows, and its upload; None = a graph runs the step and knows its place.
-
-        Raises:
-            ValueError: the plan contradicts the state of the slots.
+        ``samples``: sampling may be launched together with the layers; ``is_heard``: a listener
+        follows the layers, which a graph only allows in a decode. Returns the step's rows and its
+        upload; None = a graph runs the step and knows its place.
         """
         state = self._step.state
         state.leave(plan)
@@ -168,10 +160,9 @@ class StepPreparation:
     def _may_pad_drafts(
         self, plan: StepPlan, masked: npt.NDArray[np.bool_] | None, query_len: int
     ) -> bool:
-        """Whether each row's query may begin earlier, so that all rows have ``query_len`` tokens.
+        """Whether each row's query may begin earlier, so that all have ``query_len`` tokens.
 
-        The added tokens are in the cache already. A head that streams may have lost their keys,
-        and features have their places among the tokens of the plan.
+        Not if a streaming head may have lost the added tokens' keys, nor with features.
         """
         step, query_lens = self._step, plan.num_scheduled_tokens
         return (

@@ -39,10 +39,9 @@ from mrv1.runner.step import Int32Array
 
 
 def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ...]:
-    """Return the blocks of each head group: the configured number, else the most that fit.
+    """Return each head group's blocks, configured or the most that fit; ``step`` has no cache yet.
 
-    Only a full group with a configured number can have more blocks than requests can use. ``step``
-    has no cache yet.
+    Only a full group with a configured number can have more blocks than requests can use.
     """
     config, spec, groups = step.config, step.spec, step.head_groups
     if config.num_kv_blocks is not None:
@@ -53,12 +52,9 @@ def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ..
 
 
 def kv_bytes(step: DeviceStep) -> int:
-    """Return the bytes that a full step and the graphs leave for the KV cache.
+    """Return the bytes that a full step and the graphs leave for the KV cache, not yet made.
 
-    ``step`` has no cache yet.
-
-    Raises:
-        CapacityError: they leave no room for a block; the message says who has the memory.
+    CapacityError: they leave no room for a block; the message says who has the memory.
     """
     if step.device.type == "cpu":
         return CPU_KV_BYTES
@@ -97,10 +93,7 @@ def _graph_bytes(step: DeviceStep) -> int:
 
 @torch.inference_mode()
 def run_profile_step(step: DeviceStep) -> None:
-    """Run the largest possible prefill and the largest decode, and wait for them.
-
-    They read and write no page, so a cache with a single block of each head group is enough.
-    """
+    """Run the largest prefill and decode to their end; no page is used, so one block is enough."""
     caches, config = step.new_kv_cache().layers, step.config
     full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
     prompts = [step.max_model_len] * full + ([rest] if rest else [])
@@ -157,10 +150,7 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def warm_up(step: DeviceStep) -> None:
-    """Launch steps of padding without a graph, so that no request waits for the compiler.
-
-    Each is sampled in every way that a step without a graph may be.
-    """
+    """Launch padding without a graph, sampled in every way, so that no request compiles."""
     most_rows, budget = step.config.max_num_seqs, step.config.max_num_batched_tokens
     most = max(min(step.max_model_len, budget - 1), 1)
     # The most prompts; a decode and a prompt; prompts for every kernel of prefill attention.
@@ -192,10 +182,7 @@ def warm_up(step: DeviceStep) -> None:
 
 
 def _every_prefill(step: DeviceStep) -> list[list[int]]:
-    """Return lengths of prompts, a list a step, such that each kernel of prefill attention runs.
-
-    Prompts of one token are decoded.
-    """
+    """Return prompt lengths (> 1), a list a step, that need every kernel of prefill attention."""
     return prefills_of_each(
         partial(step.model.kernel_backend().prefill_choices, step.kv_cache.layers),
         shortest=2,

@@ -1,11 +1,9 @@
 """A runner whose model is spread over several processes of one host: tensor-parallel ranks.
 
-Rank 0 is the process of the engine. It sends every call that its own runner gets to the runners of
-the other ranks, which make the same call. All ranks compute the same logits, from the parts that
-they gather, and draw the same tokens from them, so that no rank tells another what it drew.
-
-A rank that fails, dies or does not answer ends them all: the others are at another point of the
-step, and none can go on without it.
+Rank 0 is the process of the engine; its runner's calls are sent to the runners of the other ranks.
+All compute the same logits from the parts that they gather, and draw the same tokens, so that no
+rank tells another what it drew. A rank that fails, dies or does not answer ends them all: the
+others are at another point of the step.
 """
 
 from __future__ import annotations
@@ -107,10 +105,7 @@ def _is_of_peer(error: BaseException | None) -> bool:
 
 
 class Gloo:
-    """The collectives of one rank, over gloo; a group of their own, not torch's default one.
-
-    A collective fails after ``timeout`` seconds if not every rank has joined.
-    """
+    """The collectives of a rank, a gloo group of its own; they fail after ``timeout`` seconds."""
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout)
@@ -176,13 +171,9 @@ class Member:
         self._failure: RankFailure | None = None
 
     def await_ready(self, deadline: float) -> None:
-        """Wait until the rank has said that it is ready, or has failed.
+        """Wait until the rank is ready, up to ``deadline`` on the clock of ``time.monotonic``.
 
-        ``deadline`` is on the clock of ``time.monotonic``.
-
-        Raises:
-            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: it has failed, or
-                has said nothing in time.
+        ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: it failed or was silent.
         """
         if not wait([self.connection], max(deadline - time.monotonic(), 0.0)):
             raise RuntimeError(
@@ -235,10 +226,7 @@ def _stop(members: Sequence[Member], seconds: float) -> None:
 
 
 class Ranks:
-    """The processes of all ranks but rank 0, which is this process.
-
-    ``config`` has the checkpoint's directory.
-    """
+    """The processes of all ranks but this one, 0; ``config`` has the checkpoint's directory."""
 
     def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
         size = config.tensor_parallel_size
@@ -274,11 +262,9 @@ class Ranks:
         self._gloo.connect(self._store)
 
     def await_ready(self) -> None:
-        """Wait until every rank has said that it is ready.
+        """Wait until every rank is ready; raises as ``Member.await_ready``.
 
-        Raises:
-            ConfigError, CapacityError, UnsupportedDeviceError, RuntimeError: one has failed, or
-                was not ready within ``START_SECONDS``.
+        One that is not ready within ``START_SECONDS`` has failed.
         """
         deadline = time.monotonic() + START_SECONDS
         for member in self._members:
@@ -287,8 +273,7 @@ class Ranks:
     def send(self, name: str, *args: object) -> None:
         """Have every rank call the method ``name`` of its ``ModelRunner``.
 
-        Raises:
-            OSError: a rank has ended, or has not read what was sent for a long time.
+        OSError: a rank has ended, or has not read what was sent for a long time.
         """
         for member in self._members:
             member.connection.send((name, args))
@@ -326,11 +311,7 @@ class Ranks:
         self._gloo.leave()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
-        """End all ranks, and wait until their processes have ended; harmless when repeated.
-
-        Args:
-            seconds: how long each may take to end by itself.
-        """
+        """End all ranks and wait, ``seconds`` before each is killed; harmless when repeated."""
         if self._finalizer.detach() is not None:
             _stop(self._members, seconds)
             self._gloo.close()
@@ -387,11 +368,7 @@ def _serve(
 
 
 def make_call(runner: ModelRunner, name: str, *args: object) -> None:
-    """Make a call that rank 0 has made, on the runner of another rank.
-
-    Raises:
-        Exception: the call failed, also where the runner only says so in the step's result.
-    """
+    """Make rank 0's call on another rank's runner; raise even if only the step's result fails."""
     output = getattr(runner, name)(*args)
     if isinstance(output, AsyncOutput):
         output.result()
@@ -439,11 +416,8 @@ class ParallelRunner(ModelRunner):
     ) -> None:
         """Start the ranks, load the model's parts and allocate the KV cache on each.
 
-        For arguments and errors see ``ModelRunner``.
-
-        Raises:
-            ConfigError: an option does not work with several ranks, or the model cannot be
-                divided among them.
+        Arguments and errors are those of ``ModelRunner``; ConfigError also if an option does not
+        work with several ranks, or the model cannot be divided among them.
         """
         size = config.tensor_parallel_size
         for name, given in (("model", model), ("logits_processors", logits_processors)):

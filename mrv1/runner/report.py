@@ -36,8 +36,7 @@ class KVGroupReport(TypedDict):
     """Bytes of a block and its scales, over all heads of the group."""
     total_bytes: int
     request_blocks: int | None
-    """Most blocks that a decoding request uses, however long it is; None = one for every
-    ``block_size`` tokens."""
+    """Most blocks of a decoding request of any length; None = one per ``block_size`` tokens."""
 
 
 class KVReport(TypedDict):
@@ -61,8 +60,7 @@ class KVReport(TypedDict):
     """Bytes of allocated memory: the same number, but only static scales while it sleeps."""
     groups: list[KVGroupReport]
     feature_bytes: int
-    """Bytes of the buffer for features of multimodal items, no part of ``total_bytes``; 0 = none
-    is allocated yet, or the runner sleeps."""
+    """Bytes of the feature buffer, not in ``total_bytes``; 0 = none yet, or the runner sleeps."""
 
 
 class KVUsage(KVReport):
@@ -76,11 +74,9 @@ class KVUsage(KVReport):
     held_feature_bytes: int
     """Bytes of the feature buffer that running requests hold."""
     cached_feature_bytes: int
-    """Bytes of the feature buffer with features that no running request holds, kept for requests
-    that bring the same again."""
+    """Bytes of features that no running request holds, kept for requests that bring them again."""
     free_share: float
-    """Share of all bytes that could be allocated to requests now: free blocks, and cached blocks
-    that no request uses."""
+    """Share of bytes that could be allocated now: free blocks and cached ones not in use."""
 
 
 class StartClock:
@@ -173,10 +169,7 @@ def _describe_heads(cache: KVCache) -> str:
 
 
 def _describe_kv(config: EngineConfig, cache: KVCache, conversion: Conversion | None) -> str:
-    """Return the cache's dtype, its scales and what they switch off; how codes are converted.
-
-    The conversion is named if the hardware does not do it.
-    """
+    """Return the cache's dtype, scales and what they switch off, and conversions in software."""
     dtype = str(cache.spec.page_format.dtype).removeprefix("torch.")
     if conversion is None:
         return dtype

@@ -44,9 +44,8 @@ class _SampledStep:
 class RequestState:
     """Token history, lengths and stop conditions of every slot, and the host's mirror of lengths.
 
-    A request owns its slot from admission until it finishes or is preempted, and never moves; a
-    step's batch is a list of slots. The host reads the numpy mirrors (``_np``) without asking the
-    device: they count every token that a launched step appends unless the request stops first.
+    A request owns its slot until it finishes or is preempted, and never moves. The numpy mirrors
+    (``_np``) need no wait: they count every token of a launched step, as if no request stopped.
     """
 
     @staticmethod
@@ -123,10 +122,9 @@ class RequestState:
         )
 
     def leave(self, plan: StepPlan) -> None:
-        """Free the slots that the plan gives up; they stay free if the plan is refused.
+        """Free the slots that the plan gives up, even if it is refused later.
 
-        Raises:
-            ValueError: the plan has no row, its arrays are no arrays, or there is no such slot.
+        ValueError: the plan has no row, its arrays are no arrays, or there is no such slot.
         """
         self._check_form(plan)
         if plan.continues is not None:
@@ -143,10 +141,7 @@ class RequestState:
             self._epochs_np = self._held_np
 
     def drop(self, plan: StepPlan) -> None:
-        """Free the slots of a step that failed after ``stage``: its requests have to enter again.
-
-        The mirrors count tokens that the device has perhaps not computed.
-        """
+        """Free a failed step's slots, whose mirrors may be wrong: requests have to enter again."""
         self._epochs_np[plan.slots] = FREE
         self._sampled = None
 
@@ -158,11 +153,8 @@ class RequestState:
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Bring the mirrors to the start of the step; add its new requests to the upload.
 
-        ``leave`` goes before.
-
-        Raises:
-            ValueError: the plan contradicts the state of the slots, or does not continue the step
-                that it claims to continue.
+        ``leave`` goes before. ValueError: the plan contradicts the state of the slots, or does not
+        continue the step that it claims to continue.
         """
         if plan.continues is not None:
             self._check_continues(plan)

@@ -19,10 +19,7 @@ MAX_DECODE_QUERY_LEN = 8
 
 
 class Tail(NamedTuple):
-    """The parts of a step's sampling besides the draw, in a graph that samples after the layers.
-
-    With both, the log-probabilities are those of the logits before masks and other edits.
-    """
+    """Parts of sampling besides the draw in a graph after the layers; reports precede edits."""
 
     masks: bool
     """Whether rows may have masks of the tokens that they may draw."""
@@ -45,8 +42,7 @@ class StepShape:
     """Leading rows of one token each."""
     has_drafts: bool = False
     samples: bool = True
-    """Whether a graph of this shape draws too; not with log-probabilities, masks or custom
-    processors."""
+    """Whether the graph draws too: without log-probabilities, masks, custom processors."""
 
     @classmethod
     def of(
@@ -59,9 +55,8 @@ class StepShape:
     ) -> Self:
         """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order.
 
-        ``samples`` says whether a graph may draw too. ``masked`` are the rows that the decode
-        kernel does not take even if they have one token, as it takes no ranges of keys; None = no
-        row.
+        ``samples``: a graph may draw too; ``masked`` (None = none): rows that the decode kernel
+        does not take even with one token, for their ranges of keys.
         """
         longest = int(query_lens.max())
         is_decode = _is_decode(query_lens, masked)
@@ -97,10 +92,7 @@ class StepShape:
 
     @classmethod
     def drafts(cls, num_rows: int, query_len: int, *, samples: bool = True) -> Self:
-        """Return the shape of a step of ``num_rows`` rows with up to ``query_len - 1`` drafts.
-
-        Each row ends with its last known token or draft.
-        """
+        """Return the shape of ``num_rows`` rows: a last known token, ``query_len - 1`` drafts."""
         return cls(
             num_rows=num_rows,
             num_tokens=num_rows * query_len,
@@ -114,8 +106,7 @@ class StepShape:
     def places_of(self, shape: StepShape) -> Int32Array:
         """Return the place of each row of ``shape``, padded to this shape.
 
-        Padding rows follow the rows of one token, unless one kernel takes all rows; more padding
-        rows follow the other rows.
+        Padding follows the rows of one token, unless one kernel takes all, and the other rows.
         """
         rows = np.arange(shape.num_rows, dtype=np.int32)
         if self.query_len is None:
@@ -153,9 +144,8 @@ class DeviceRows:
     ) -> Self:
         """Return the rows of a plan in device order.
 
-        ``slots`` are those of the plan's rows, -1 = the request was refused; ``captured`` is the
-        shape of the graph that runs the step, at least as large as ``shape``, None = none;
-        ``masked`` is as in ``StepShape.of``.
+        ``slots`` are of the plan's rows, -1 = refused; ``captured`` is the shape of the graph that
+        runs the step, at least ``shape``, None = none; ``masked`` is as in ``StepShape.of``.
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape

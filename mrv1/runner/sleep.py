@@ -46,11 +46,7 @@ class _Memory:
         return all(storage.resizable() for storage, _ in self._storages)
 
     def copy_to_host(self) -> None:
-        """Make ``copies`` in pinned memory.
-
-        Raises:
-            CapacityError: the host has no room.
-        """
+        """Make ``copies`` in pinned memory; CapacityError if the host has no room."""
         try:
             copies = [
                 torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -71,11 +67,7 @@ class _Memory:
             storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate what is missing, with the copy's content or without content.
-
-        Raises:
-            CapacityError: the device has no room.
-        """
+        """Allocate what is missing, with its copy's content if any; may raise CapacityError."""
         for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 try:
@@ -98,11 +90,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class SleepMode:
     """Which parts of a runner's memory are on the device, and which weights have a value.
 
-    No step may be in flight when a method is called. An interrupted method may be called again,
-    and so may the opposite one.
-
-    Args:
-        step: the runner's step, with its KV cache.
+    ``step`` has its KV cache; none may be in flight when a method is called. An interrupted
+    method, or its opposite, may be called again.
     """
 
     def __init__(self, step: DeviceStep) -> None:
@@ -157,10 +146,7 @@ class SleepMode:
         release_cached_memory(device)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
-        """Bring parts of the memory back, and then graphs; see ``ModelRunner.wake_up``.
-
-        If it fails, the parts are asleep as before.
-        """
+        """Bring parts back, then graphs, as ``ModelRunner.wake_up``; on failure they sleep on."""
         woken = self._asleep & _checked(tags)
         if not woken:
             return
@@ -197,11 +183,7 @@ class SleepMode:
         self._unwritten = {name: None for name in self._unwritten if name not in tensors}
 
     def allocate_features(self) -> None:
-        """Allocate the buffer for features, which graphs read, for the first item that has some.
-
-        Raises:
-            CapacityError: the device has no room.
-        """
+        """Allocate the feature buffer, which graphs read, or raise CapacityError."""
         try:
             self._capture_with(features=True)
         except BaseException:
@@ -220,11 +202,7 @@ class SleepMode:
             raise
 
     def capture_again(self) -> None:
-        """Capture the graphs with the addresses that tensors have now.
-
-        Raises:
-            CapacityError: the device has no room.
-        """
+        """Capture the graphs at the present addresses, or raise CapacityError."""
         self._step.graphs.clear()
         try:
             self._step.capture(progress=False)

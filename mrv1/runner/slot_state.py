@@ -38,8 +38,7 @@ class Field:
 def field_starts(num_slots: int, fields: Mapping[str, Field]) -> tuple[dict[str, int], int]:
     """Return where each field starts in the buffer of ``SlotState``, and the buffer's words.
 
-    Raises:
-        CapacityError: the buffer would have more words than an int32 can count.
+    CapacityError: an int32 cannot count the words.
     """
     starts: dict[str, int] = {}
     num_words = 0
@@ -60,11 +59,8 @@ def field_starts(num_slots: int, fields: Mapping[str, Field]) -> tuple[dict[str,
 class SlotState:
     """Views of one int32 buffer, so that a single kernel applies all changes of a step.
 
-    Slots never move; the buffer starts as zeros, and is read and written on the runner's stream
-    only.
-
-    Raises:
-        CapacityError: the buffer would have more words than an int32 can count.
+    It starts as zeros, and only the runner's stream uses it. CapacityError: too many words for
+    int32.
     """
 
     def __init__(self, num_slots: int, fields: Mapping[str, Field], device: torch.device) -> None:
@@ -91,11 +87,7 @@ class SlotState:
         return self._views[name]
 
     def first_word(self, name: str, slot: int, num_words: int = 1) -> int:
-        """Return the index in ``buffer`` of a slot's row of a field, for so many words.
-
-        Raises:
-            ValueError: the row has fewer words.
-        """
+        """Return the index in ``buffer`` of a slot's row of a field; ValueError if too short."""
         row_words = self._fields[name].row_words
         if num_words > row_words:
             raise ValueError(

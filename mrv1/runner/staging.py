@@ -1,8 +1,7 @@
 """All of a step's host data in one buffer of pinned memory, which one kernel fetches.
 
-An upload is a run of int32 words: first the words that the step's kernels read in place, at fixed
-offsets, so that a captured graph finds them; then the changes of the slots' state as segments (see
-``scatter_segments``), and the segments' data. State that did not change is not sent.
+An upload is a run of int32 words: those that kernels read in place, at fixed offsets for captured
+graphs; then the changed state of slots as segments (see ``scatter_segments``), and their data.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ import torch
 from mrv1.runner.step import Int32Array
 
 NUM_WORDS, NUM_SEGMENTS, RING_SLOT, NUM_SOURCES, HEADER_WORDS = 0, 1, 2, 3, 8
-"""Header: number of words, number of segments, slot in the ring of outputs, number of tokens whose
-source of features the step reads; then its own size."""
+"""Header: words, segments, output slot, tokens whose feature source is read; its own size."""
 
 _FILL = -(1 << 30)
 """Source of a segment filled with -1: negative, even after the offset of the data is added."""
@@ -120,13 +118,11 @@ def _draft_words(drafts: Sequence[Sequence[int]], length: int) -> tuple[Int32Arr
 class Staging:
     """A ring of pinned buffers, and the place on the device where a step finds its upload.
 
-    Owned by the runner, used from the host thread that launches steps. ``send`` writes a buffer,
-    and the step of its slot reads it: the caller must make sure that the older step of the slot is
-    over (``OutputRing.acquire``).
+    Only the thread that launches steps uses it. ``send`` writes a buffer, which the step of its
+    slot reads: its older step must be over (``OutputRing.acquire``).
 
     Args:
-        max_num_reqs: most rows of a step.
-        max_segments: most segments of a step that a graph runs.
+        max_num_reqs, max_segments: most rows of a step, and segments of one that a graph runs.
         num_slots: buffers, taken in turns.
         device: the runner's device.
         request_words: tokens and block ids of the longest request: after a prefix hit a graph runs
@@ -179,10 +175,7 @@ class Staging:
         self._uploads[:, self._rows_start : self._query_start] = -1
 
     def fits(self, upload: StepUpload) -> bool:
-        """Whether an upload fits into the buffer that graphs read, with any sources of features.
-
-        ``upload`` does not contain these sources yet.
-        """
+        """Whether an upload, with any sources of features yet to come, fits the graphs' buffer."""
         words = self._segments_start + upload.num_words
         return upload.num_segments < self.max_segments and words <= self._num_data_words
 
@@ -234,8 +227,7 @@ class Staging:
             is_captured: whether a graph runs the step, and finds the drafts in ``static_view``.
             num_sources: how many of the first tokens have a source of features.
 
-        Returns:
-            None, or a long upload's words on the device, copied on the current stream.
+        Returns None, or a long upload's words on the device, copied on the current stream.
         """
         end = self._segments_start + upload.num_words
         draft_words = None

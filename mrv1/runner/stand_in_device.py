@@ -133,10 +133,7 @@ def stand_in_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def stand_in_gpu(gpu: DeviceInfo) -> Iterator[tuple[KernelRecorder, torch.device]]:
-    """Run the body on a stand-in GPU; yield the recorder of its kernels, and the GPU.
-
-    This process cannot use a GPU afterwards.
-    """
+    """Run the body on a stand-in GPU; yield its kernels' recorder and the GPU; bars GPU use."""
     from mrv1.kernels._base.recording import KernelRecorder
 
     device = torch.device("cuda", 0)

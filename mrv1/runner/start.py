@@ -53,10 +53,7 @@ def build_parts(
     clock: StartClock,
     progress: bool,
 ) -> RunnerParts:
-    """Build everything but the KV cache, with ``device`` as the current device.
-
-    For arguments and errors see ``ModelRunner``.
-    """
+    """Build all but the KV cache on the current device ``device``, as ``ModelRunner`` says."""
     if parallel.size != config.tensor_parallel_size or (parallel.size > 1 and model is not None):
         raise ConfigError(
             "tensor_parallel_size: expected a ParallelContext of as many ranks and no model "
@@ -160,10 +157,7 @@ def allocate_cache(
     clock: StartClock,
     progress: bool,
 ) -> None:
-    """Allocate the KV cache of a step, capture its graphs and compile its kernels.
-
-    For arguments and errors see ``ModelRunner.allocate_kv_cache``.
-    """
+    """Allocate a step's cache, capture, compile, as ``ModelRunner.allocate_kv_cache`` says."""
     step, demand = parts.step, parts.streaming_demand
     with within_memory("max_num_batched_tokens", "the largest step", step.device):
         num_blocks = (

@@ -55,8 +55,7 @@ class SlotRequest:
     """Up to 16 tokens that end the request on the device, before the host knows; the engine
     looks for these and all other stop tokens itself."""
     stop_token_sequences: Sequence[Sequence[int]] = ()
-    """Token sequences that end the request when its output ends with one; the configuration
-    limits their number and length."""
+    """Token sequences that end an output; the configuration limits their number and length."""
     min_total_tokens: int = 0
     """Length, prompt and output, before which no late token is drawn and no sequence ends it."""
     late_token_ids: tuple[int, ...] | None = None
@@ -111,9 +110,8 @@ class StepPlan:
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     staged_features: tuple[StagedFeatures, ...] = ()
-    """Items staged before this step: each item of which a row computes a token, unless it is
-    staged already and its rows were not given to another item since. Items of a step whose launch
-    fails must be staged again."""
+    """Items staged before this step: each of which a row computes a token, unless staged since its
+    rows last went to another item. Those of a step whose launch fails must be staged again."""
 
     @property
     def entering(self) -> tuple[SlotRequest, ...]:
@@ -126,8 +124,7 @@ class TokenLogprobs:
     """Log-probabilities at consecutive positions of one request."""
 
     token_ids: npt.NDArray[np.integer]
-    """[positions, ids] the token at the position, then the likeliest tokens, best first, then the
-    tokens asked for by id."""
+    """[positions, ids] the token there, the likeliest ones, best first, those asked for by id."""
     logprobs: npt.NDArray[np.floating]
     """[positions, ids] natural logarithms."""
     ranks: npt.NDArray[np.integer]

@@ -12,11 +12,7 @@ from mrv1.runner.step import Int32Array, StepPlan
 
 
 class VisibleRanges:
-    """The ranges of the requests that have some, until all their tokens are computed.
-
-    Args:
-        device: the runner's device.
-    """
+    """The ranges, on ``device``, of requests that have some, until their tokens are computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -40,8 +36,7 @@ class VisibleRanges:
     def masked_rows(self, plan: StepPlan, num_before: Int32Array) -> npt.NDArray[np.bool_] | None:
         """Return which rows of the plan have a token that is not causal; None = no row has any.
 
-        Raises:
-            ValueError: a token sees keys that the step does not compute.
+        ValueError: a token sees keys that the step does not compute.
         """
         masked = np.zeros(len(plan.slots), dtype=np.bool_)
         for row, slot in enumerate(map(int, plan.slots)):
@@ -61,10 +56,7 @@ class VisibleRanges:
         return masked if masked.any() else None
 
     def of_step(self, plan: StepPlan, num_before: Int32Array, rows: DeviceRows) -> torch.Tensor:
-        """Return ``[num_tokens, 2]`` int32, the ranges of a step's tokens, on the device.
-
-        The step has no padding, and the host does not wait.
-        """
+        """Return a step's ranges ``[num_tokens, 2]`` int32 on the device, without padding."""
         on_gpu = self._device.type == "cuda"
         pinned = torch.empty(rows.shape.num_tokens, 2, dtype=torch.int32, pin_memory=on_gpu)
         ranges = np.asarray(pinned)

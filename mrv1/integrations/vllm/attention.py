@@ -1,7 +1,6 @@
 """The registration of mrv1's attention backend: ``--attention-backend CUSTOM``.
 
-Every process of vLLM loads its plug-ins, most to attend to nothing: the backend's own module is
-imported where vLLM looks the slot up.
+Every process of vLLM loads its plug-ins: the backend's module is only imported where it is used.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ BACKEND = "mrv1.integrations.vllm.attention_backend.Mrv1AttentionBackend"
 
 
 def register() -> None:
-    """Make ``CUSTOM`` in vLLM's registry of attention backends name mrv1's; again is fine.
+    """Make ``CUSTOM`` in vLLM's registry name mrv1's attention backend; again is fine.
 
-    Raises:
-        ConfigError: another plug-in has taken the slot.
+    ConfigError: another plug-in has taken the slot.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -1,28 +1,26 @@
 """vLLM's attention by mrv1's kernels: ``--attention-backend CUSTOM``.
 
-vLLM calls three classes. The backend says what it can serve and which pages it wants, the builder
+vLLM calls three classes: the backend says what it can serve and which pages it wants, the builder
 turns a step's lengths and tables into what all layers of a KV cache group share, and each layer's
 implementation writes keys and values and attends. Rows of one token, or all rows if all verify as
 many drafts, are decoded; other rows are prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
 the arguments and chooses the kernels, and the others repeat its launches (``RepeatedCall``). The
-attention itself writes keys and values (``forward_includes_kv_cache_update``): an op of its own
-for that would be one more call from Python for each layer. All kernels are compiled from the
-loading of the weights on, and launched before the first batch (``attention_kernels``).
+attention itself writes keys and values (``forward_includes_kv_cache_update``), which saves a call
+per layer. All kernels are compiled from the loading of the weights on, and launched before the
+first batch (``attention_kernels``).
 
-A step waits for nothing on the device. The host reads the shapes, ``max_query_len`` and the host's
-copy of ``query_start_loc``; the kernels read lengths, tables and slots on the device. The first
-layer plans the decoded rows, so that the plan is part of a graph of decodes and the host launches
-nothing for it.
+A step waits for nothing on the device. The host reads shapes, ``max_query_len`` and its copy of
+``query_start_loc``; the kernels read lengths, tables and slots. The first layer plans the decoded
+rows, so that the plan is part of a graph of decodes.
 
 Full CUDA graphs serve any batch (``ALWAYS``). Where vLLM captures decodes apart, those graphs run
 the decode kernel, and mixed batches run between the piecewise graphs. With ``cudagraph_mode=FULL``
 one graph serves every batch of its size: which rows are decodes is not known at capture, so all
 rows are prefilled, in one launch that follows from the graph's numbers of rows and tokens.
 
-vLLM 0.26 asks for the shape of the cache tensor, 0.33 for the spec and its layouts: the backend
-has the methods of both.
+vLLM 0.26 asks for the shape of the cache tensor, 0.33 for the spec and its layouts: see both.
 """
 
 from __future__ import annotations
@@ -240,9 +238,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
     ) -> None:
         """Check what only the spec and the model say, and log what will run.
 
-        Raises:
-            ConfigError: keys and values of different sizes, or an attention with a window that
-                grows with the prompt (R-SWA).
+        ConfigError: sizes of K and V differ, or a window that grows with the prompt (R-SWA).
         """
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         head_size, head_size_v = kv_cache_spec.head_size, kv_cache_spec.head_size_v
@@ -282,11 +278,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Mrv1AttentionMetadata:
-        """Return what the layers share in a step.
-
-        Raises:
-            ConfigError: a batch that is not causal.
-        """
+        """Return what the layers share in a step; ConfigError for a batch that is not causal."""
         common = common_attn_metadata
         if common.causal is not True:
             raise ConfigError(f"causal: expected True, got {common.causal}; {_INSTEAD}")
@@ -416,10 +408,9 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
     ) -> Mapping[int, Buffers]:
         """Return each layout's buffers: those that the graph of ``key`` reads, or new ones.
 
-        The step that vLLM runs before a capture must launch what is captured: it compiles it. The
-        buffers of a capture are kept. All captured launches share one memory for their partial
-        results: no launch reads those of another, and graphs run one after the other. Graphs are
-        captured in many sizes, the largest first: memory of their own would take hundreds of MiB.
+        The step before a capture must launch what is captured, to compile it. Captures keep their
+        buffers and share one memory for partial results, as graphs run one after the other: for
+        all captured sizes, the largest first, memory of their own would take hundreds of MiB.
         """
         if key in captured:
             return captured[key]
@@ -503,11 +494,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Keep the layer's shape.
-
-        Raises:
-            ConfigError: the layer needs something that mrv1's kernels lack; the message names it.
-        """
+        """Keep the layer's shape; ConfigError names what mrv1's kernels lack for the layer."""
         if kv_cache_dtype not in Mrv1AttentionBackend.supported_kv_cache_dtypes:
             raise ConfigError(
                 "kv_cache_dtype: expected one of "
@@ -542,12 +529,9 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Begin to compile the kernels of all layers, if this is the first one; return at once.
 
-        vLLM calls this for each layer when it has loaded a model's weights, before it compiles the
-        model. There is no cache yet: a kernel that depends on more than its usual form is compiled
-        when it is launched.
-
-        Args:
-            act_dtype: of queries.
+        vLLM calls this for each layer once weights are loaded, before it compiles the model. There
+        is no cache yet: a kernel that depends on more than its usual form is compiled at its
+        launch. ``act_dtype`` is of queries.
         """
         config = get_current_vllm_config_or_none()
         if config is None or self._kv_cache is not None:  # the weights are loaded again
@@ -603,10 +587,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         return self.layout_id, self.num_heads, self.scale, self.logits_soft_cap, shares
 
     def bind(self, kv_cache: torch.Tensor) -> None:
-        """View ``kv_cache`` as pages, unless it is the cache of the last call.
-
-        Called before a step: for a new shape, numbers are copied to the device.
-        """
+        """View ``kv_cache`` as pages, if new; before a step, as numbers go to the device."""
         if kv_cache is not self._kv_cache:
             self.bound = BoundLayer(self.layer, kv_cache, self.sinks)
             self.repeated = RepeatedCall()
@@ -629,17 +610,14 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         Args:
             layer: vLLM's layer; unused, as scales are computed from the values.
             query: ``[tokens, heads, head_size]``, padding last.
-            key: ``[tokens, kv_heads, head_size]``, padding last. A layer that shares the cache of
-                another ignores it, and may get None, like ``value``.
-            value: see ``key``.
+            key: ``[tokens, kv_heads, head_size]``, padding last; None or ignored in a layer that
+                shares the cache of another.
+            value: likewise.
             kv_cache: the layer's cache. *Written*.
             attn_metadata: of the step; None while vLLM measures memory, before there is a cache.
             output: like ``query``. *Written*; rows of padding may stay as they are.
-            output_scale: None: output is not quantized.
+            output_scale: None; a quantized output is a ConfigError.
             output_block_scale: likewise.
-
-        Raises:
-            ConfigError: a quantized output.
         """
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(

@@ -1,11 +1,9 @@
 """The kernels of attention in vLLM, compiled before a request needs them.
 
-vLLM's warm-up prefills prompts of two tokens. Longer prompts have other kernels, and the compiler
-would take seconds of the first requests. So every kernel that a batch may need is launched at the
-start. A child process compiles them (``AttentionKernels``) from the loading of the weights on,
-when vLLM compiles the rest of the model.
-
-Nothing here imports vLLM: the child needs none of it.
+vLLM's warm-up prefills prompts of two tokens; for the kernels of longer ones the compiler would
+take seconds of the first requests. So every kernel that a batch may need is launched at the start.
+A child process compiles them (``AttentionKernels``) from the loading of the weights on. Nothing
+here imports vLLM: the child needs none of it.
 """
 
 from __future__ import annotations

@@ -73,10 +73,7 @@ class PrefillRows:
 
 
 class BoundLayer:
-    """A layer with its cache, which it writes and attends to.
-
-    ``sinks`` are its logit sinks, ``[num_heads]``; None = it has none.
-    """
+    """A layer with its cache, written and attended to; ``sinks`` are ``[heads]`` or None."""
 
     def __init__(
         self, layer: AttentionLayer, kv_cache: torch.Tensor, sinks: torch.Tensor | None

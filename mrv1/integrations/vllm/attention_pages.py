@@ -1,13 +1,10 @@
 """The pages of a KV cache tensor of vLLM, as mrv1's kernels address them.
 
-vLLM gives a layer ``[blocks, kv_heads, block_size, content]`` and asks nobody how the bytes of one
-block and head are used. mrv1 keeps K and V apart in them, so that its kernels read whole pages::
-
-    without scales   [block_size, head_size] of K, then of V
-    with scales      the same in codes, then [block_size] float32 scales of K, then of V
-
-These are as many bytes as vLLM counts: ``content`` is ``2 * head_size`` elements, and for the
-formats of ``CODES`` twice the bytes of a head's codes and of a scale.
+vLLM gives a layer ``[blocks, kv_heads, block_size, content]`` and leaves the bytes of one block
+and head to it. mrv1 keeps K and V apart in them, so that its kernels read whole pages:
+``[block_size, head_size]`` of K, then of V; with scales the same in codes, then ``[block_size]``
+float32 scales of K, then of V. vLLM counts as many bytes: ``content`` is ``2 * head_size``
+elements, and for the formats of ``CODES`` twice the bytes of a head's codes and of a scale.
 """
 
 from __future__ import annotations
@@ -58,12 +55,10 @@ def pages_of(
     """Return views of a layer's KV cache, without a copy.
 
     Args:
-        kv_cache: ``[blocks, kv_heads, block_size, content]``, any block and head stride; a head's
-            part of a block has no gaps.
+        kv_cache: ``[blocks, kv_heads, block_size, content]``, any block and head stride.
         head_size: of K and of V.
         role: what all heads see.
-        codes: the format of codes, with a scale per token; ``kv_cache`` is then uint8. None =
-            values as they are.
+        codes: the format of codes, with a scale per token, in uint8; None = values as they are.
 
     Raises:
         ValueError: another shape, or pages with gaps (vLLM's NHD layouts).

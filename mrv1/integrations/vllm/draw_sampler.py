@@ -1,8 +1,7 @@
 """mrv1's draw in vLLM's second model runner: top-k, top-p and min-p without a sort.
 
-The runner asks a model's state for a sampler. The one here is vLLM's own, which edits the logits
-(penalties, biases, bad words) and reports log-probabilities as before; temperature, filters and
-draw are one op of mrv1.
+vLLM's own sampler edits the logits (penalties, biases, bad words) and reports log-probabilities;
+temperature, filters and draw are one op of mrv1.
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ class DrawSampler(Sampler):  # type: ignore[misc]
         *args: Any,  # noqa: ANN401 - ``Interface.sample_args``
         return_logprobs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a token for each row ``[rows]`` int64, and the edited logits ``[rows, vocab]``.
-
-        A row without a token (all masked, or NaN) gets token 0: the runner knows no failed rows.
-        """
+        """Return tokens ``[rows]`` int64 (failed: 0) and the edited logits ``[rows, vocab]``."""
         edited = self.apply_sampling_params(
             logits, expanded_idx_mapping, *args, skip_top_k_top_p=True
         )
@@ -93,11 +89,7 @@ class DrawSampler(Sampler):  # type: ignore[misc]
 
 
 def check_support(config: VllmConfig) -> None:
-    """Raise unless the draw can serve what vLLM is configured with.
-
-    Raises:
-        ConfigError: it cannot; the message names the option.
-    """
+    """Raise ConfigError, naming the option, unless the draw can serve vLLM's configuration."""
     model = config.model_config
     problems = []
     if not config.use_v2_model_runner:

@@ -1,12 +1,10 @@
 """vLLM's models with full and streaming KV heads: each kind has its own KV cache group.
 
-vLLM keeps one list of blocks for all KV heads of a layer. Here every attention layer of a model is
-replaced by several, each with KV heads of one kind: vLLM sees more layers, puts full and streaming
-ones into different groups, and its scheduler frees the blocks that streaming heads no longer see.
-Weights, rotary embedding and projections stay vLLM's.
-
-All of these layers have the same number of KV heads, the greatest common divisor of the numbers of
-full and streaming heads in all layers: blocks of all groups must have the same bytes.
+vLLM keeps one list of blocks for all KV heads of a layer. Here several attention layers, each with
+KV heads of one kind, replace each one: vLLM puts full and streaming ones into different groups,
+and its scheduler frees the blocks that streaming heads no longer see. The rest stays vLLM's. All
+these layers have as many KV heads, the greatest common divisor of the numbers of full and
+streaming heads in all layers: blocks of all groups must have the same bytes.
 """
 
 from __future__ import annotations
@@ -71,10 +69,7 @@ class StreamingAttention(Attention):  # type: ignore[misc]
 
 
 class HeadWiseAttention(nn.Module):
-    """Attends with each part's heads by a layer of its own.
-
-    ``attn``, the layer of all heads, is taken out of vLLM's table of layers.
-    """
+    """Attends with a layer for each part's heads; ``attn``, that of all, leaves vLLM's table."""
 
     order: torch.Tensor
     """[kv_heads] the decoder layer's heads, part by part."""
@@ -132,13 +127,10 @@ class HeadWiseAttention(nn.Module):
 
 
 def divide_heads(model: nn.Module, config: VllmConfig) -> bool:
-    """Give the kinds of KV heads of a new model attention layers of their own, if it has a policy.
+    """Give the kinds of KV heads of a new model attention layers of their own; False = no policy.
 
-    The configuration's ``additional_config`` gets the policy's contents: vLLM's cache of compiled
-    models has them in its keys, and a file's name says too little.
-
-    Returns:
-        Whether there is a policy.
+    ``additional_config`` gets the policy's contents, for the keys of vLLM's cache of compiled
+    models.
 
     Raises:
         ConfigError: the policy does not fit the model, or the model runs without what it needs.

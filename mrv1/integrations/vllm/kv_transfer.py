@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 
 class KVTransfer:
-    """A worker's connector, and the steps that it takes part in.
-
-    ``caches`` are by vLLM's names of the layers, in their order; all layers are one group.
-    """
+    """A worker's connector and its steps; ``caches`` are by layer, in order, all in one group."""
 
     def __init__(
         self,
@@ -88,11 +85,9 @@ class KVTransfer:
 
 
 def connector_view(cache: LayerCache) -> torch.Tensor:
-    """Return a layer's keys and values as one tensor, without a copy.
+    """Return a layer's K and V as one tensor, without a copy: K and V of a block are far apart.
 
-    Returns:
-        ``[blocks, 2, block_size, kv_heads, head_dim]``; 2 = K, then V. Keys and values of a block
-        are far from each other.
+    It is ``[blocks, 2, block_size, kv_heads, head_dim]``.
     """
     k, v = cache.k, cache.v
     blocks, heads, size, dim = k.shape

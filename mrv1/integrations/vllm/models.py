@@ -32,9 +32,7 @@ class Mrv1Model:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         """Build the model with the options.
 
-        Raises:
-            ConfigError: there is no option, or vLLM is configured with something that the given
-                ones cannot serve.
+        ConfigError: there is no option, or the given ones cannot serve vLLM's configuration.
         """
         sampler = vllm_config.additional_config.get(SAMPLER, "vllm")
         if sampler not in SAMPLERS:

@@ -34,9 +34,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig:
     """Return the configuration of mrv1's runner.
 
-    Raises:
-        ConfigError: vLLM is configured with something that mrv1's worker cannot serve; the message
-            names every such option.
+    ConfigError: the worker cannot serve vLLM's configuration; the message names every such option.
     """
     problems = [*_problems(vllm_config)]
     if problems:
@@ -74,17 +72,10 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
 
 
 def share_of_all(share: float, free_bytes: int, total_bytes: int) -> float:
-    """Return ``gpu_memory_utilization`` in mrv1's sense, from vLLM's.
+    """Return ``gpu_memory_utilization`` in mrv1's sense, from vLLM's ``share``.
 
-    vLLM bounds the memory of one engine, mrv1 that of all processes on the GPU.
-
-    Args:
-        share: vLLM's.
-        free_bytes: of the GPU, before the engine takes any.
-        total_bytes: of the GPU.
-
-    Raises:
-        ConfigError: less than ``share`` is free.
+    vLLM bounds the memory of one engine, mrv1 that of all processes on the GPU. ``free_bytes`` are
+    before the engine takes any. ConfigError: less than ``share`` is free.
     """
     if free_bytes < share * total_bytes:
         raise ConfigError(

@@ -33,11 +33,7 @@ class StepResult(AsyncModelRunnerOutput):  # type: ignore[misc]
         self._step, self._output, self._transferred = step, output, transferred
 
     def get_output(self) -> ModelRunnerOutput:
-        """Wait for the step and return its tokens and log-probabilities.
-
-        Raises:
-            StepError: a kernel failed.
-        """
+        """Wait for the step's tokens and log-probabilities; StepError if a kernel failed."""
         output = runner_output(self._step, self._output.result())
         output.kv_connector_output = self._transferred
         return output

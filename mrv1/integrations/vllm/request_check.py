@@ -1,8 +1,7 @@
 """Refuses a request alone, when it arrives: ``--logits-processors`` names the class.
 
-vLLM lets a worker end no request with an error, so a request that mrv1 cannot serve must not reach
-the worker. The one place where vLLM calls other people's code for each new request is
-``validate_params`` of logits processors.
+vLLM lets a worker end no request with an error, and ``validate_params`` of logits processors is
+the one place where it calls other people's code for each new request.
 """
 
 from __future__ import annotations

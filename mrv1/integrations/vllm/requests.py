@@ -35,8 +35,7 @@ class Known:
     slot: int | None = None
     """Its slot; None = preempted, or not scheduled yet."""
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Log-probabilities of the prompt since the request last entered; None = not asked for, or
-    reported already."""
+    """Log-probabilities of the prompt since the last entry; None = not asked for, or reported."""
     has_failed: bool = False
     """Whether a step drew no token, for example because of NaN."""
 
@@ -87,11 +86,7 @@ class Requests:
         """The step planned last, if every row of it draws a token."""
 
     def plan(self, output: SchedulerOutput) -> Step | None:
-        """Return the step that vLLM has scheduled; None = it computes nothing.
-
-        Raises:
-            ConfigError: the step needs something that mrv1's worker cannot do.
-        """
+        """Return vLLM's step; None = nothing to compute; ConfigError: it is not supported."""
         if output.scheduled_spec_decode_tokens or output.scheduled_encoder_inputs:
             raise ConfigError(
                 "SchedulerOutput: expected no drafts and no encoder inputs, got some"

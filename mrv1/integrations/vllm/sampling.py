@@ -19,8 +19,7 @@ BAD_WORD_TOKENS = 32
 """Most tokens of a bad word: none has more tokens than bytes, but for a space in front."""
 
 MAX_EOS_TOKENS = 4
-"""Most end-of-sequence tokens of a model. A request with ``min_tokens`` may add stop tokens of its
-own until the device has no room for more."""
+"""Most end-of-sequence tokens of a model; stop tokens of ``min_tokens`` have what room remains."""
 
 MAX_LOGIT_BIAS = 1024
 """Most tokens of a request that may have a logit bias."""
@@ -45,8 +44,7 @@ OF_VLLM = frozenset(
         "routed_experts_prompt_start", "_eos_token_id", "watermarking", "_watermarking_skipped",
     }
 )  # fmt: skip
-"""Parameters that vLLM's scheduler and front end serve by themselves, or that belong to an option
-which the worker refuses at start."""
+"""Parameters that vLLM's scheduler and front end serve, or of an option refused at start."""
 
 
 class SchedulerGrammar:
@@ -61,12 +59,9 @@ _GRAMMAR = SchedulerGrammar()
 
 
 def sampling_params_of(given: VllmParams) -> SamplingParams:
-    """Return mrv1's parameters for a request of vLLM.
+    """Return mrv1's parameters for a vLLM request, without stop conditions, which vLLM decides.
 
-    vLLM decides when the request ends, so they hold no condition to stop.
-
-    Raises:
-        RequestError: mrv1 does not have a parameter, or it is out of mrv1's range.
+    RequestError: mrv1 does not have a parameter, or it is out of mrv1's range.
     """
     _check_names(given)
     ids = given.logprob_token_ids or ()
@@ -94,13 +89,9 @@ def sampling_params_of(given: VllmParams) -> SamplingParams:
 
 
 def check_request(given: VllmParams) -> None:
-    """Raise unless the worker can serve a request with these parameters.
+    """Raise RequestError, naming the parameter, unless the worker can serve such a request.
 
-    Called before the request is tokenized, so bad words and end-of-sequence tokens are not known
-    yet: their limits hold whatever the tokenizer and the model make of them.
-
-    Raises:
-        RequestError: the message names the parameter.
+    The request is not tokenized yet: limits of bad words and end-of-sequence tokens always hold.
     """
     sampling_params_of(given)
     words = given.bad_words or []

@@ -1,9 +1,8 @@
 """Streaming heads in vLLM's KV cache manager: a sliding window whose sink stays.
 
-vLLM's own ``SlidingWindowSpec`` knows no sink, but vLLM's registry takes specs and managers from
-others. The spec here is a sliding window's with a number of leading tokens, and its manager frees
-the blocks between those tokens and the window. Importing this module registers both, also in a
-process that unpickles a worker's specs.
+vLLM's ``SlidingWindowSpec`` knows no sink. The spec here has a number of leading tokens too, and
+its manager frees the blocks between those and the window. Importing this module registers both,
+also in a process that unpickles a worker's specs.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class StreamingSpec(SlidingWindowSpec):  # type: ignore[misc]
     def num_retained_tokens(self) -> int:
         """Return 0: the worker leaves block tables as they are (vLLM 0.33).
 
-        It would overwrite the entries in front of the window, the sink's among them. That guards
-        kernels that load keys outside the window; mrv1's load none.
+        It would overwrite entries, the sink's too, against kernels that load keys outside windows.
         """
         return 0
 

@@ -61,11 +61,7 @@ INTERFACES = {
 
 
 def interface_of(release: str) -> Interface:
-    """Return the interface of a release such as ``"0.26.0"`` or ``"0.33.1+cu129"``.
-
-    Raises:
-        ConfigError: mrv1 is not tested with this minor version.
-    """
+    """Return the interface of a release, as ``"0.33.1+cu129"``; ConfigError if it is untested."""
     minor = ".".join(release.split(".")[:2])
     if minor not in INTERFACES:
         ranges = " or ".join(f"{each}.x" for each in INTERFACES)
@@ -78,11 +74,7 @@ def interface_of(release: str) -> Interface:
 
 @cache
 def interface() -> Interface:
-    """Return the interface of the installed vLLM, whose code is not imported.
-
-    Raises:
-        ConfigError: vLLM is not installed, or mrv1 is not tested with its version.
-    """
+    """Return that of the installed vLLM, not imported; ConfigError if missing or untested."""
     try:
         return interface_of(version("vllm"))
     except PackageNotFoundError as error:

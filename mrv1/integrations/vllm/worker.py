@@ -44,8 +44,7 @@ KV_LAYOUT = "LBHNC"
 class Worker(WorkerBase):  # type: ignore[misc]
     """Executes what vLLM's scheduler decides, on one GPU, or on a CPU for tests.
 
-    vLLM decides which requests run, which blocks they have and when they end; block 0 is its null
-    block, which no table names.
+    vLLM's null block, block 0, is in no table.
     """
 
     def __init__(
@@ -56,11 +55,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         distributed_init_method: str,
         is_driver_worker: bool = False,
     ) -> None:
-        """Check that mrv1 can serve the configuration, before anything is loaded.
-
-        Raises:
-            ConfigError: it cannot; the message names every option.
-        """
+        """Check the configuration before loading; ConfigError names every refused option."""
         super().__init__(
             vllm_config=vllm_config,
             local_rank=local_rank,
@@ -86,9 +81,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         """Choose the device, and set up vLLM's process groups, which its executors use.
 
-        Raises:
-            ConfigError: the device is none that mrv1 has, or has less free memory than
-                ``gpu_memory_utilization`` asks for.
+        ConfigError: no such device, or less free memory than ``gpu_memory_utilization``.
         """
         from vllm.distributed import (
             ensure_model_parallel_initialized,
@@ -123,8 +116,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Load the weights; ``load_format="dummy"`` or ``load_dummy_weights`` makes random ones.
 
-        Raises:
-            ConfigError: mrv1 does not have the architecture, or the checkpoint is wrong.
+        ConfigError: mrv1 does not have the architecture, or the checkpoint is wrong.
         """
         model = None
         if load_dummy_weights or self.vllm_config.load_config.load_format == "dummy":
@@ -185,11 +177,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return self._runner.measure_kv_cache_bytes()
 
     def update_max_model_len(self, max_model_len: int) -> None:
-        """Take the shorter context length that vLLM fits to the memory.
-
-        Raises:
-            ConfigError: it is longer than at the start.
-        """
+        """Take the context length that vLLM fits to the memory; ConfigError if it is longer."""
         most = self._runner.max_model_len
         if max_model_len > most:
             raise ConfigError(f"max_model_len: expected at most {most}, got {max_model_len}")
@@ -217,14 +205,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # --- steps ---------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Launch the step; with token masks only its layers.
+        """Launch the step; with token masks only its layers. StepError: the launch failed.
 
-        Returns:
-            None: ``sample_tokens`` returns the result. Or the empty result of a step without
-            tokens, which only tells of requests that ended or were preempted.
-
-        Raises:
-            StepError: the launch failed.
+        Returns None if ``sample_tokens`` has the result, or the empty result of a step without
+        tokens, which only tells of requests that ended or were preempted.
         """
         if self._profiler is not None:
             self._profiler.step()
@@ -254,11 +238,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Return the result of the step, after drawing its tokens if they awaited masks.
+        """Return the step's result, its tokens drawn if they awaited masks.
 
-        Raises:
-            StepError: the launch failed, or without asynchronous scheduling the step.
-            RuntimeError: no step awaits it.
+        StepError: the launch, or without asynchronous scheduling the step, failed; RuntimeError:
+        no step.
         """
         step, self._awaits_masks = self._awaits_masks, None
         launched, self._launched = self._launched, None
@@ -282,11 +265,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # --- memory and weights --------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights, KV cache and CUDA graphs; see ``ModelRunner.sleep``.
-
-        Raises:
-            ConfigError: a KV connector knows the cache's memory.
-        """
+        """Sleep as ``ModelRunner.sleep``; ConfigError if a KV connector knows the memory."""
         if self._transfer is not None:
             raise ConfigError("sleep: expected no KV connector, got one, which knows the cache")
         self._runner.sleep(level)
@@ -308,9 +287,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
             weights_path: without tensors: the checkpoint to read; None = the model's own.
             is_checkpoint_format: must be True: mrv1's own tensors are not addressed by name.
 
-        Raises:
-            ConfigError: a tensor does not fit, or nothing but mrv1's own format is offered; no
-                weight was changed.
+        ConfigError: a tensor does not fit, or mrv1's own format; no weight was changed.
         """
         if not is_checkpoint_format:
             _refuse("is_checkpoint_format=False")
@@ -353,8 +330,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     ) -> None:
         """Start or stop the profiler of vLLM's ``--profiler-config``.
 
-        Raises:
-            ConfigError: no profiler is configured, or this vLLM's takes no limits.
+        ConfigError: no profiler is configured, or this vLLM's takes no limits.
         """
         config = self.vllm_config.profiler_config
         if config is None or config.profiler is None:
@@ -399,11 +375,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         )
 
     def check_health(self) -> None:
-        """Raise unless steps may run.
-
-        Raises:
-            RuntimeError: the runner was closed, sleeps or lacks weights.
-        """
+        """Raise RuntimeError if the runner was closed, sleeps or lacks weights."""
         self._runner.check_usable()
 
     def shutdown(self) -> None:
@@ -459,8 +431,7 @@ ANSWERS: dict[str, Callable[[], object]] = {
     "take_draft_token_ids": lambda: None,
     **{name: _refusing(name) for name in REFUSED_CALLS},
 }
-"""Control calls with one answer, whatever their arguments: the worker has no drafts, encoders,
-adapters, multimodal inputs and compilation passes of vLLM."""
+"""Control calls with one answer: no drafts, encoders, adapters, media or passes of vLLM."""
 
 
 def _answering(name: str, answer: Callable[[], object]) -> Callable[..., object]:
