@@ -21,16 +21,9 @@ BLOCK_SIZE = 16
 class PolicyModel:
     """A decoder and a paged cache for one prompt at a time, each under a policy of its own.
 
-    The kernels are the same as in serving, but a streaming head keeps all its pages. One thread
-    owns the model.
-
-    Args:
-        model: the decoder.
-        num_tokens: tokens of every prompt.
-        kv_cache_dtype: as in ``EngineConfig``; an fp8 cache has scales per token.
-
-    Raises:
-        ConfigError: ``num_tokens`` is more than the model's positions.
+    Serving's kernels, but a streaming head keeps all its pages. One thread owns the model.
+    ``num_tokens`` is the length of every prompt, ``kv_cache_dtype`` as in ``EngineConfig``; an fp8
+    cache has scales per token. ConfigError: ``num_tokens`` is more than the model's positions.
     """
 
     def __init__(
@@ -66,20 +59,11 @@ class PolicyModel:
         self._starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=model.device)
 
     def hidden(self, tokens: TokenIds, policy: HeadPolicy) -> torch.Tensor:
-        """Return the hidden states of a prompt after the final norm.
+        """Return a prompt's hidden states after the final norm, ``[num_tokens, hidden]``.
 
-        Args:
-            tokens: ``[num_tokens]``.
-            policy: the tokens that each head sees; a full head sees all that its layer allows.
-
-        Returns:
-            ``[num_tokens, hidden]`` in the model's dtype.
-
-        Raises:
-            ConfigError: ``tokens`` has another length, or the policy is for another shape.
-
-        Stream:
-            Current stream; the tokens are copied to the device.
+        They are in the model's dtype. ``tokens``: ``[num_tokens]``, copied to the device on the
+        current stream. A full head sees all that its layer allows. ConfigError: ``tokens`` has
+        another length, or the policy is for another shape.
         """
         if tokens.shape != (self.num_tokens,):
             raise ConfigError(f"tokens: expected [{self.num_tokens}], got {list(tokens.shape)}")

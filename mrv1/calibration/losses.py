@@ -43,17 +43,10 @@ def measure(
     with_text: bool,
     on_forward: Callable[[], None] = lambda: None,
 ) -> Losses:
-    """Return the losses of a model on prompts, its heads under a policy.
+    """Return the losses of a model on at least one prompt, its heads under a policy.
 
-    Args:
-        model: the model.
-        prompts: at least one.
-        policy: the tokens that each head sees.
-        with_text: whether the fillers are text to be predicted.
-        on_forward: is called after every prompt.
-
-    Numerics:
-        Logits in float32 (float64 of a float64 model), summed over tokens in float64.
+    ``with_text``: fillers are text to be predicted; ``on_forward`` is called after every prompt.
+    Logits are float32 (float64 of a float64 model), summed over tokens in float64.
     """
     recall, text, correct = [], [], []
     for prompt in prompts:

@@ -17,14 +17,7 @@ INCHES_PER_HEAD = 0.32
 
 
 def require_matplotlib(what: str = "--plot") -> None:
-    """Refuse to plot before anything is measured, rather than after.
-
-    Args:
-        what: the option or command that needs it, for the message.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Raise a ConfigError naming ``what`` if matplotlib is missing, before measuring."""
     if find_spec("matplotlib") is None:
         raise ConfigError(
             f"{what}: expected the package matplotlib to be installed, got none; "

@@ -21,8 +21,8 @@ MAX_CHARS = 4 << 20
 """Characters of a file that are read, from its beginning on."""
 
 COMMON_WORDS = 97
-"""Number of most frequent words (lowest ids) that are left out, as they fill the running text
-itself: the number of the embedded model's training."""
+"""Most frequent words (lowest ids) that are left out, as they fill the running text: as many as in
+the embedded model's training."""
 
 MAX_WORDS = 4096
 """Number of next most frequent words, to draw from: a large vocabulary ends in rare words."""
@@ -53,19 +53,9 @@ class Texts:
         distance: int,
         exact: bool = False,
     ) -> list[RecallPrompt]:
-        """Draw prompts; see ``recall_prompt``.
+        """Draw ``num_prompts`` prompts of ``num_tokens`` tokens, as ``recall_prompt``, errors too.
 
-        Args:
-            rng: source of every draw.
-            num_prompts: number of prompts.
-            num_tokens: tokens of each prompt.
-            num_facts: facts of each prompt, and questions.
-            sink: leading tokens, in which no fact starts.
-            distance: least number of tokens from a fact's value to its answer.
-            exact: whether every distance is exactly ``distance``.
-
-        Raises:
-            ConfigError: a prompt is too short for its lines, or there are too few words.
+        No fact starts in the ``sink`` leading tokens.
         """
         return [
             recall_prompt(
@@ -93,14 +83,8 @@ class Texts:
 def load_texts(checkpoint: Checkpoint, data: str | Path, num_tokens: int) -> Texts:
     """Return the parts of prompts, in tokens of a checkpoint's tokenizer.
 
-    Args:
-        checkpoint: the checkpoint, which has a tokenizer.
-        data: a UTF-8 text file, or ``"synthetic"``.
-        num_tokens: tokens of a prompt.
-
-    Raises:
-        ConfigError: the tokenizer or the file cannot be read, or the text is shorter than a
-            prompt.
+    ``data`` is a UTF-8 text file, or ``"synthetic"``. ConfigError: the tokenizer or the file
+    cannot be read, or the text is shorter than a prompt of ``num_tokens``.
     """
     lines = None
     if checkpoint.has_tokenizer:
@@ -131,7 +115,7 @@ def load_texts(checkpoint: Checkpoint, data: str | Path, num_tokens: int) -> Tex
 def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
     """Return the parts of the lines with facts and questions, in tokens of a tokenizer.
 
-    Every word is a single token. So all words have equal length, and no word is part of another.
+    Every word is one token: words have equal length, and none is part of another.
     """
     vocab: dict[str, int] = tokenizer.get_vocab()
     words = sorted(vocab[token] for token in vocab if _WORD.fullmatch(token))

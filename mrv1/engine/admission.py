@@ -21,10 +21,10 @@ from mrv1.engine.waiting_queue import PriorityQueue, WaitingQueue
 class Admission:
     """The waiting requests; admits them, in order, while slots, blocks and tokens suffice.
 
-    A request needs enough free blocks for all its known tokens, and starts after the longest
-    prefix hit, its last token excepted. With ``enable_prefix_caching`` the followers of a request
-    join the queue when the request has its first token, so that the prompt is computed once; and a
-    request that has a longer prefix in common with one that still computes it waits for it.
+    A request needs free blocks for all its known tokens, and starts after the longest prefix hit,
+    its last token excepted. With ``enable_prefix_caching`` its followers join the queue when it
+    has its first token, so that the prompt is computed once; and a request waits for another one
+    that still computes a longer common prefix.
     """
 
     def __init__(
@@ -52,11 +52,9 @@ class Admission:
         self.waiting = PriorityQueue() if is_by_priority else WaitingQueue()
         self.prefix_waits = PrefixWaits(self._slots, config.block_size, config.least_shared_tokens)
         self.blocked: tuple[Request, int, int, int | None] | None = None
-        """The first waiting request if it could not be admitted, and the tokens, the rows of
-        features and, beside decodes, the prompt tokens left for it then.
-
-        It is looked up in the prefix cache again once the pools or one of these have changed.
-        """
+        """The first waiting request if it could not be admitted, and the tokens, feature rows and,
+        beside decodes, prompt tokens left for it then; looked up again once the pools or these
+        have changed."""
         self._pools, self._batch = pools, batch
 
     # --- who waits ------------------------------------------------------------------------
@@ -82,8 +80,8 @@ class Admission:
     def num_prompt_tokens(self, most_per_request: int, most: int) -> int:
         """Return how many tokens of waiting requests a step could compute, up to about ``most``.
 
-        Cached prefixes do not count, nor requests that lack blocks, nor more tokens of a request
-        than ``most_per_request``.
+        Without cached prefixes, requests that lack blocks, and a request's tokens beyond
+        ``most_per_request``.
         """
         num_tokens = 0
         for request in self.waiting.first(len(self._slots.free)):

@@ -33,9 +33,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OUTPUT_SHARE = 0.1
-"""Share of its time in which the engine's thread makes outputs of requests that have not ended.
-
-Their tasks then run for about as long in another thread, and Python runs one thread at a time."""
+"""Share of its time in which the engine's thread makes outputs of unfinished requests. Their tasks
+then run for about as long in another thread, and Python runs one thread at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +49,24 @@ class AsyncLLMOptions(LLMOptions):
 class AsyncLLM:
     """Generates text for the tasks of any number of asyncio event loops.
 
-    A thread of its own runs the steps; the tasks of all loops, in any threads, share them. Prompts
-    are tokenized, and grammars compiled, in another thread. The engine is an ``LLM``: arguments,
-    outputs and errors are the same.
+    One thread runs the steps for the tasks of all loops and threads; another tokenizes prompts and
+    compiles grammars. Arguments, outputs and errors are those of ``LLM``.
 
-    **Back-pressure.** While a task has not taken an output, no other is made for it: outputs
-    are cumulative, so that the task misses none of the text, and nobody waits for it. If many
-    requests run, their outputs are made in turns, for a tenth of the time; the last output of a
-    request is made at once.
+    **Back-pressure.** While a task has not taken an output, no other is made for it; outputs are
+    cumulative, so the task misses no text. Outputs of many requests are made in turns, for a tenth
+    of the time; the last output of a request is made at once.
 
-    **The end of a task.** When ``generate`` ends early, because its task is cancelled or leaves
-    the ``async for`` or because its event loop closes, the request is aborted and gives its slot
-    and blocks back. After an exception in its body, an ``async for`` closes the generator only
-    when the generator is garbage-collected; ``contextlib.aclosing`` closes it at once.
+    **The end of a task.** When the task of a ``generate`` is cancelled or leaves the
+    ``async for``, or its event loop closes, the request is aborted. After an exception in its
+    body, an ``async for`` closes the generator only when the generator is garbage-collected;
+    ``contextlib.aclosing`` closes it at once.
 
     **The end of the engine.** ``shutdown``, the end of ``async with`` and the end of the process
-    wait for the step that runs. An exception in a step ends the engine. In both cases every
-    ``generate`` that waits raises an error, as does every later call.
+    wait for the step that runs. An exception in a step ends the engine. Then every waiting
+    ``generate`` and every later call raises an error.
 
-    **Forks.** A forked child has no engine thread: there, every call of the engine raises a
-    ``RuntimeError`` at once, and the engine of the parent goes on. Make the engine in the child.
+    **Forks.** A forked child has no engine thread: there every call raises a ``RuntimeError``,
+    while the parent's engine goes on.
 
     Example:
         >>> async def complete(prompt: str) -> int:
@@ -120,10 +117,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request takes its values at the call, as copies that no later change reaches, and is
-        checked and queued at the first ``anext``; a generator that is closed early aborts it.
-        ``request_id`` is a name for ``abort``, unique among unfinished requests; None = a new one.
-        The other arguments are as for ``LLM.stream``.
+        The request copies its values at the call, and is checked and queued at the first
+        ``anext``; closing the generator early aborts it. ``request_id`` names it for ``abort``,
+        unique among unfinished requests; None = a new id. Other arguments are as for
+        ``LLM.stream``.
 
         Raises:
             RequestError: the prompt, the parameters or the id were refused, or the request failed,
@@ -229,9 +226,9 @@ class AsyncLLM:
         return self._llm.metrics()
 
     def shutdown(self) -> None:
-        """End all requests after the step that runs, and give the device memory back.
+        """End all requests after the step that runs, and give the device memory back; idempotent.
 
-        Every ``generate`` that waits raises a ``RuntimeError``. Safe to call again.
+        Every ``generate`` that waits raises a ``RuntimeError``.
 
         Raises:
             RuntimeError: this process is a forked child of the engine's process.
@@ -255,8 +252,8 @@ class AsyncLLM:
 class _Stream:
     """Brings the outputs of one request from the engine's thread to the task that reads them.
 
-    It has room for one output. The engine's thread makes another one when the task has taken it,
-    or when the request has ended: the last output, or an error, replaces one that was not taken.
+    It has room for one output: the engine's thread makes another when the task has taken it; the
+    last output, or an error, replaces one that was not taken.
     """
 
     def __init__(self, req_id: str, num_places: int) -> None:
@@ -288,8 +285,7 @@ class _Stream:
 class _EngineThread:
     """The thread that runs the steps of an ``LLM``, and makes calls of other threads in between.
 
-    It has no reference to its ``AsyncLLM``, so that an ``AsyncLLM`` that nobody uses any more
-    is garbage-collected, which stops the thread.
+    It has no reference to its ``AsyncLLM``, whose garbage collection stops the thread.
     """
 
     def __init__(self, llm: LLM, max_num_queued_reqs: int | None) -> None:
@@ -319,8 +315,7 @@ class _EngineThread:
     def open(self, req_id: str, num_outputs: int) -> _Stream:
         """Return the stream of a new request; called in the event loop.
 
-        Raises:
-            CapacityError: the queue is full; others as ``check_open``.
+        Raises a CapacityError if the queue is full, and as ``check_open``.
         """
         stream = _Stream(req_id, num_outputs)
         self.check_process()  # before the lock, which a thread of the parent may have had
@@ -336,22 +331,13 @@ class _EngineThread:
         return stream
 
     def check_open(self) -> None:
-        """Raise unless the engine's thread still serves calls.
-
-        Raises:
-            StepError: the engine has failed.
-            RuntimeError: the engine is closed, or this is a forked child.
-        """
+        """Raise a StepError if the engine failed, a RuntimeError if it is closed or forked."""
         self.check_process()
         if not self._is_open:
             raise self._end_error()
 
     def check_process(self) -> None:
-        """Raise in a forked child.
-
-        Raises:
-            RuntimeError: the engine's thread is in another process.
-        """
+        """Raise a RuntimeError in a forked child, where the engine's thread is not."""
         if not self._is_here:
             raise RuntimeError(
                 f"AsyncLLM: expected a call in the process of its thread ({self._process}), got "
@@ -405,11 +391,7 @@ class _EngineThread:
     # --- for calls in the engine's thread -----------------------------------------------------
 
     def abort(self, req_id: object) -> None:
-        """Abort a request.
-
-        Raises:
-            RequestError: no unfinished request has this id.
-        """
+        """Abort a request; a RequestError if no unfinished request has this id."""
         if not isinstance(req_id, str) or req_id not in self._streams:
             raise RequestError(
                 f"request_id: expected the id of an unfinished request, got {short(req_id)}"

@@ -69,11 +69,7 @@ class BlockPool:
     # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Allocate ``count`` free or cached blocks, all or none.
-
-        Raises:
-            CapacityError: fewer blocks are free or cached.
-        """
+        """Allocate ``count`` free or cached blocks; all, or none with a CapacityError."""
         if count > self.num_free:
             raise CapacityError(
                 f"block pool: expected {count} free blocks, got {self.num_free} of "
@@ -94,9 +90,9 @@ class BlockPool:
 
         Args:
             blocks: in the order in which they should be reused or evicted.
-            last_step: the newest step in which the request that frees them may use them; it never
-                decreases from call to call; None = no step uses them. A block without references
-                is quarantined until the last steps of all its former users are released.
+            last_step: the newest step in which the request that frees them may use them; never
+                decreases; None = no step. A block without references is quarantined until the last
+                steps of all its former users are released.
 
         Raises:
             ValueError: a block is not in use (freed twice, or not of this pool) or listed twice.

@@ -45,11 +45,7 @@ class ChatOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """Writes conversations as prompts; the fields are described in ``ChatOptions``.
-
-    Raises:
-        RequestError: an option is wrong, or there is no template.
-    """
+    """Writes conversations as prompts; options as in ``ChatOptions``, else a RequestError."""
 
     tokenizer: Tokenizer
     encode_visuals: VisualsEncoder
@@ -156,10 +152,7 @@ class ChatTemplate:
 def split_conversations(messages: object) -> tuple[list[object], bool]:
     """Return the conversations in ``messages``, and whether it is one conversation.
 
-    Many conversations are a list that starts with a list. An empty list has no conversations.
-
-    Raises:
-        RequestError: ``messages`` is not a list.
+    Many conversations are a list that starts with a list; [] has none. RequestError: not a list.
     """
     if not isinstance(messages, Sequence) or not is_list(messages):
         raise RequestError(

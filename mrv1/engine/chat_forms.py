@@ -1,9 +1,9 @@
 """The form in which a chat template can print a conversation.
 
-Templates differ in two things. Some loop over the parts of a content and lose a text, or raise;
-others concatenate the content and print a list of parts as Python does, drop it, or raise. And
-some write the arguments of a tool call from a dict, others concatenate JSON text. What a template
-does is found out by rendering the conversation with other texts in it, and looking for them.
+Some templates loop over the parts of a content and lose a text, or raise; others concatenate the
+content and print a list of parts as Python does, drop it, or raise. Some write the arguments of a
+tool call from a dict, others concatenate JSON text. What a template does is found out by rendering
+the conversation with other texts in it, and looking for them.
 """
 
 from __future__ import annotations
@@ -85,9 +85,8 @@ class Probe:
     def forms(self, render: Render) -> Forms | None:
         """Return the forms in which the template prints most; None if it refuses them all.
 
-        Arguments of tool calls are dicts, as transformers documents them, unless the template
-        prints them as JSON text only. A content keeps its form unless the template prints more of
-        the other.
+        Arguments of tool calls are dicts, as transformers documents them, and a content keeps its
+        form, unless the template prints more of the other form.
         """
         base = self._base(render, "text")
         if base is None:  # a template may raise where it does not find parts

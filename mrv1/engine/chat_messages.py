@@ -27,9 +27,7 @@ class Visuals(NamedTuple):
 
 
 def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
-    """Return a copy of a conversation's messages.
-
-    ``visuals`` gets the images and videos, which leave empty parts in the messages.
+    """Return a copy of a conversation's messages; their images and videos go to ``visuals``.
 
     Raises:
         RequestError: a message has the wrong shape or a value that is not JSON; it names where.
@@ -46,12 +44,9 @@ def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
 def json_value(name: str, value: object) -> Any:  # noqa: ANN401 - any JSON value
     """Return a copy of ``value`` in the types that a JSON text gives.
 
-    Text, numbers, bool, None, lists, tuples and dicts pass, and so do numpy's numbers, dataclasses
-    and pydantic models, as transformers reads them. It would give a template "<ndarray>" or
-    "<date>" for anything else.
-
-    Raises:
-        RequestError: a value is of another type; the error names its place below ``name``.
+    Text, numbers, bool, None, lists, tuples, dicts, numpy's numbers, dataclasses and pydantic
+    models pass, as transformers reads them. Else a template would get "<ndarray>" or "<date>": a
+    RequestError names its place below ``name``.
     """
     try:
         return _json_value(name, value)

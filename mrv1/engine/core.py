@@ -42,8 +42,8 @@ P = ParamSpec("P")
 class EngineCore:
     """Takes requests as token ids and runs steps until they have ended.
 
-    With ``config.overlap`` a step is launched before the result of the step before it is read: all
-    that it needs from that step is on the device. Without, the same code has one step in flight.
+    With ``config.overlap`` a step is launched before the result of the one before is read: all
+    that it needs from it is on the device. Without, the same code has one step in flight.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class EngineCore:
     ) -> None:
         """Build runner and scheduler; for arguments and errors see ``ModelRunner``.
 
-        ``eos_token_ids`` are end-of-sequence tokens in addition to the model configuration's.
+        ``eos_token_ids``: end-of-sequence tokens in addition to the model configuration's.
         """
         logits_processors = checked_processors(logits_processors)
         speculation = config.speculation
@@ -119,8 +119,8 @@ class EngineCore:
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
-        The other outputs are its ``followers``: requests named ``(req_id, 1)`` and so on. A
-        request has copies of all that it is given: the caller may change its own afterwards.
+        The others are its ``followers``, named ``(req_id, 1)`` and so on. All arguments are
+        copied.
 
         Raises:
             RequestError: as ``RequestMaker.make``; or the id is in use, or the request can never
@@ -135,11 +135,7 @@ class EngineCore:
         return request
 
     def queue(self, request: Request) -> None:
-        """Queue a request of ``maker.make`` and its followers.
-
-        Raises:
-            RequestError, StepError, RuntimeError: as ``add_request``; nothing is queued.
-        """
+        """Queue a request of ``maker.make`` and its followers; errors as ``add_request``."""
         self._check_device()
         self.runner.check_usable()
         if request.params.seed is None:
@@ -171,9 +167,9 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch steps up to the limit in flight, and take in the oldest step's result.
 
-        Returns the requests that got a token or ended. An interrupt, like any other exception but
-        a ``StepError``, ends every running request: the results of launched steps are never read.
-        The next call returns these requests.
+        Returns the requests that got a token or ended. Any exception but a ``StepError``, such as
+        an interrupt, ends every running request, as launched results are never read; the next call
+        returns them.
         """
         start = time.perf_counter()
         waited = self._counts["wait_seconds"]
@@ -221,9 +217,7 @@ class EngineCore:
     def sleep(self, level: int = 1) -> None:
         """Free device memory until ``wake_up``, and empty the prefix cache.
 
-        Raises:
-            ConfigError, CapacityError, RuntimeError: as ``LLM.sleep``; nothing has changed.
-            StepError: as ``add_request``.
+        Errors as ``LLM.sleep``, which change nothing, or a StepError as ``add_request``.
         """
         self._check_idle("sleep")
         self._change_memory(self.runner.sleep, level)
@@ -236,9 +230,7 @@ class EngineCore:
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Overwrite weights in place, and empty the prefix cache, whose keys are stale.
 
-        Raises:
-            ConfigError, RuntimeError: as ``LLM.update_weights``; nothing has changed.
-            StepError: as ``add_request``.
+        Errors as ``LLM.update_weights``, which change nothing, or a StepError as ``add_request``.
         """
         self._check_idle("update_weights")
         self._change_memory(self.runner.update_weights, named_tensors, partial=partial)
@@ -266,11 +258,10 @@ class EngineCore:
             self._take_oldest()
 
     def _launch(self) -> bool:
-        """Launch steps up to the limit in flight, but none after a launch that failed.
+        """Launch steps up to the limit in flight; return whether the newest has grammars.
 
-        A later step would depend on device state that the failed launch has not written. Return
-        whether the newest step has grammars: its result is taken in while the layers of the next
-        step run.
+        None after a launch that failed, on whose device state a later step would depend. A result
+        with grammars is taken in while the layers of the next step run.
         """
         while len(self._in_flight) < self.config.steps_in_flight:
             if self._in_flight and isinstance(self._in_flight[-1][1], StepError):

@@ -24,7 +24,7 @@ is twice as long, until drafts are accepted again."""
 class NgramIndex:
     """Where each sequence of ``shortest`` to ``longest`` tokens came last, in a growing list.
 
-    Adding a token and looking up the last tokens take the same time at any length of the list.
+    Adding a token and looking up the last ones take the same time at any length.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -59,8 +59,7 @@ class NgramIndex:
     def continuation(self, count: int) -> tuple[int, ...]:
         """Return ``count`` tokens that may follow; () if the last tokens never came before.
 
-        The longest sequence that came before decides. Where the tokens after it end, they start
-        again, as in a list that repeats itself.
+        The longest known sequence decides. Where the tokens after it end, they start again.
         """
         newest = self._newest
         for length, ends in self._ends.items():

@@ -24,10 +24,9 @@ class _Entry:
 class FeaturePool:
     """Gives rows of the buffer to items, whose features the runner then copies there.
 
-    An item holds its rows from the first chunk that needs them to the last. They then stay cached
-    until another item needs them, least recently used first: an item with the same content hash
-    takes them as they are. Rows may be given away while a step that reads them is in flight,
-    because the runner's copies and steps run in the order of their launches.
+    An item holds its rows from the first chunk that needs them to the last. Then they stay cached
+    for items with the same content hash, and are evicted least recently used first; also while a
+    step that reads them is in flight, as the runner's copies and steps run in launch order.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -152,9 +151,9 @@ class FeaturePool:
             self._users[request] = None
 
     def launch(self, num_computed: Int64Array) -> tuple[StagedFeatures, ...]:
-        """Return the items to be staged before the step, which is launched.
+        """Return the items to stage before the launched step; release those that it completes.
 
-        Items are released whose tokens are all computed when it is over: ``num_computed`` by slot.
+        ``num_computed``: tokens computed after it, by slot.
         """
         if not self._users:
             return ()

@@ -1,13 +1,11 @@
 """How many prompt tokens a step should have, by the sizes of CUDA graphs and by operations.
 
 A graph computes all tokens that it was captured with: a step of 1,100 prompt tokens takes as long
-as one of 1,536, if that is the next larger graph. The step may also compute 1,024 of them in a
-graph of that size, and leave 76 to the next step. That costs nothing where the next step has
-prompts to compute anyway, and a step of few tokens where it has none.
+as one of 1,536, if that is the next larger graph. Computing 1,024 of them, and leaving 76 to the
+next step, costs nothing where that has prompts anyway, and a step of few tokens else.
 
 The decodes of a step wait for its prompts. Beyond some number of tokens a step is no more
-efficient: a long prompt may as well be computed in several steps, each with a token for every
-decode.
+efficient: a long prompt may as well take several steps, each with a token for every decode.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ from mrv1.models.weights import checkpoint_tensors
 from mrv1.runner import ModelRunner
 
 LEAST_PADDING = 256
-"""Tokens whose products take as long as reading the weights once more. Weights of 16 bits need as
-many operations for a token as they have bytes, so this is a GPU's operations per byte: 185 on an
-H200 (790 TFLOP/s, 4.3 TB/s, both measured), 260 on an H100."""
+"""Tokens whose products take as long as reading the weights once: 16-bit weights need as many
+operations for a token as they have bytes, so this is a GPU's operations per byte: 185 on an H200
+(790 TFLOP/s, 4.3 TB/s, both measured), 260 on an H100."""
 STEP_FLOPS = 5e11
-"""Operations that take as long as a step takes at least, however few its tokens and weights: the
-0.6 ms of a decode step of the Qwen3-0.6B shape on an H200."""
+"""Operations of the least time of a step, however few its tokens and weights: the 0.6 ms of a
+decode step of the Qwen3-0.6B shape on an H200."""
 
 MIXED_FLOPS = 4e12
 """Operations of a step's prompts for which decodes may wait: 5 to 6 ms on an H100 or H200."""
 LEAST_MIXED_TOKENS = 1024
-"""Prompt tokens beside decodes with which a step is about as efficient as with more: the products
-of an 8B layer run at 750 TFLOP/s or more on an H100, as with 4,096 tokens."""
+"""Prompt tokens beside decodes with which a step is about as efficient as with more: products of
+an 8B layer run at 750 TFLOP/s or more on an H100, as with 4,096 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +52,9 @@ class Padding:
         return cls(sizes, max(LEAST_PADDING, in_tokens))
 
     def surplus(self, num_tokens: int) -> int:
-        """Return how many of a step's prompt tokens the next step should compute instead.
+        """Return how many prompt tokens the next step should compute, so the others fill a graph.
 
-        The others then fill a graph exactly. 0 = the padding costs less than a further step, or
-        no graph is smaller.
+        0 = the padding costs less than a further step, or no graph is smaller.
         """
         larger = bisect_left(self.sizes, num_tokens)
         smaller = bisect_right(self.sizes, num_tokens) - 1

@@ -66,10 +66,10 @@ def recovers(method: Callable[Concatenate[Object, P], R]) -> Callable[Concatenat
 class Turns:
     """Lets one thread at a time call an object.
 
-    Waiting threads go before a thread that has just had its turn. An interrupt does no harm: the
-    interpreter's own ``with`` takes and releases the lock, and a thread that is wrongly listed as
-    waiting only costs the others ``GIVE_WAY_SECONDS`` per turn. In a forked child no turn goes on:
-    the thread that had it is not there.
+    Waiting threads go before one that has just had its turn. An interrupt does no harm: ``with``
+    takes and releases the lock, and a thread wrongly listed as waiting only costs the others
+    ``GIVE_WAY_SECONDS`` per turn. A forked child has no turns: the thread that had it is not
+    there.
     """
 
     def __init__(self) -> None:
@@ -92,11 +92,7 @@ class Turns:
         return self._owner == threading.get_ident()
 
     def take(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Wait until no other thread has its turn, and return the result of ``call``.
-
-        Raises:
-            RuntimeError: the calling thread already has its turn.
-        """
+        """Return the result of ``call`` in a turn of this thread; a RuntimeError if it has one."""
         thread = threading.get_ident()
         if self._waiting:
             time.sleep(GIVE_WAY_SECONDS)
@@ -135,10 +131,7 @@ def in_turn(method: Callable[Concatenate[Shared, P], R]) -> Callable[Concatenate
 
 
 def reports(method: Callable[Concatenate[Shared, P], R]) -> Callable[Concatenate[Shared, P], R]:
-    """Make a method, which only reads, hold ``Turns.reports``: it takes no turn.
-
-    So it need not wait for a step, and may be called in the middle of one.
-    """
+    """Make a reading method hold ``Turns.reports`` and take no turn: it waits for no step."""
 
     @wraps(method)
     def reading(self: Shared, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -18,13 +18,10 @@ GroupBlocks = Sequence[Sequence[int]]
 
 
 class HeadPools:
-    """A ``BlockPool`` for each head group.
+    """A ``BlockPool`` for each head group; index or iterate it for the pools.
 
-    A request's tokens are in the same logical blocks in every group, so that a request allocates
-    the same number of blocks of every group. Groups differ in the blocks that they free before
-    the request ends: blocks that none of their heads sees any more.
-
-    Index or iterate it for the pools of the groups.
+    A request's tokens are in the same logical blocks in every group, so it allocates equally many
+    of each. Groups differ in the blocks that they free early: those that none of their heads sees.
 
     Attributes:
         keeps: the window and sink of each group's blocks; groups without a window first.
@@ -77,11 +74,7 @@ class HeadPools:
     # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[tuple[int, ...]]:
-        """Allocate ``count`` blocks of every group, all or none.
-
-        Raises:
-            CapacityError: a group has fewer free or cached blocks.
-        """
+        """Allocate ``count`` blocks of every group; all, or none with a CapacityError."""
         taken: list[tuple[int, ...]] = []
         try:
             for pool in self._pools:
@@ -134,9 +127,9 @@ class HeadPools:
     ) -> list[list[int]]:
         """Return, per group, the blocks of the longest prefix that every group has.
 
-        A group with a window needs only the blocks that the token after the prefix sees: its
-        other blocks are ``GIVEN_UP``. ``cut`` maps a number of blocks to the number, no larger,
-        that a hit may have.
+        A group with a window needs only the blocks that the token after the prefix sees: the
+        others are ``GIVEN_UP``. ``cut`` maps a number of blocks to the number, no larger, that a
+        hit may have.
         """
         found: dict[int, list[int]] = {}
         for group, (pool, seen) in enumerate(zip(self._pools, self.keeps, strict=True)):
@@ -202,9 +195,8 @@ class HeadPools:
     def lacks(self, blocks: GroupBlocks, num_tokens: int, end: int) -> bool:
         """Return whether a group has too few free blocks for a request that shares ``blocks``.
 
-        A group of full heads needs blocks for all ``num_tokens`` known tokens. A group with a
-        window frees blocks as the window moves, so that it needs blocks only for the tokens up to
-        ``end``, the tokens that are computed after the step.
+        A group of full heads needs blocks for all ``num_tokens`` known tokens. One with a window
+        frees blocks as it moves: it needs them up to ``end``, the tokens computed after the step.
         """
         for pool, seen, own in zip(self._pools, self.keeps, blocks, strict=True):
             num_blocks = self.blocks_for(num_tokens if seen.is_full else end)

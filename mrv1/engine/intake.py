@@ -31,11 +31,7 @@ def own_params(params: Given) -> Given:
 
 
 def own_prompt(prompt: object) -> Any:  # noqa: ANN401 - of any type, until it is checked
-    """Return a copy of a prompt, with its lists, arrays, tensors and items; checks follow.
-
-    Raises:
-        RequestError: a part of the prompt cannot be copied.
-    """
+    """Return a copy of a prompt, its arrays and items too; RequestError: one has no copy."""
     if not isinstance(prompt, Mapping):
         return own_value("prompt", prompt)
     with reading("prompt", EXPECTED["prompt"]):

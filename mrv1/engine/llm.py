@@ -42,24 +42,20 @@ logger = logging.getLogger(__name__)
 class LLM:
     """Generates text from a Hugging Face checkpoint.
 
-    It holds device memory until ``close``; as a context manager it closes itself. ``AsyncLLM``
-    is the same for asyncio.
+    It holds device memory until ``close`` or the end of ``with``. For asyncio see ``AsyncLLM``.
 
     **Threads.** Any thread may call any method. Threads take turns, one step at a time, and share
-    the steps: requests of several ``generate`` and ``stream`` calls run in one batch, and each
-    call gets its own outputs, as if it ran alone. A ``stream`` that nobody reads blocks no other
-    call: its request goes on in the steps of other calls. ``abort`` and ``close`` take effect
-    after the current step. Reports (``metrics``, ``kv_report``, ``describe``, ``is_sleeping``)
-    wait for no step. After ``close``, calls in other threads raise a ``RuntimeError``, as does a
-    call from a callback or a signal handler within another call, unless it is a report. On a GPU
-    all threads must launch on the same current stream, which they do by default.
+    the steps: their requests run in one batch, also those of a ``stream`` that nobody reads, and
+    each call gets its own outputs. ``abort`` and ``close`` take effect after the current step.
+    Reports (``metrics``, ``kv_report``, ``describe``, ``is_sleeping``) wait for no step. After
+    ``close``, calls in other threads raise a ``RuntimeError``, as does a call from a callback or a
+    signal handler within another call, unless it is a report. On a GPU all threads must launch on
+    the same current stream, which they do by default.
 
     **Forks.** A forked child may use the engine on a CPU, where it has one of its own from then
-    on. With a GPU or with several ranks, which a child does not have, its calls raise a
-    ``RuntimeError``.
+    on. With a GPU or several ranks, its calls raise a ``RuntimeError``.
 
-    **Values.** A request takes its prompt, with items and arrays, and its parameters at the call,
-    as copies: what the caller changes afterwards belongs to its next request.
+    **Values.** A request copies its prompt, with items and arrays, and its parameters at the call.
 
     **Interrupts.** An exception in the middle of a step (``KeyboardInterrupt``) ends every running
     request with an error, in all threads, and empties the prefix cache; later calls work as usual.
@@ -118,8 +114,8 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of requests whose caller gives none.
 
-        They are ``SamplingParams()`` with the values of the model's ``generation_config.json``;
-        see ``default_sampling_params`` and the option ``generation_config``.
+        ``SamplingParams()`` with the values of the model's ``generation_config.json``, as the
+        options ``generation_config`` and ``override_generation_config`` say.
         """
         return SamplingParams(**self.default_sampling_params)
 
@@ -203,8 +199,8 @@ class LLM:
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
-        The request takes its values at the call, and is checked and queued at the first ``next``;
-        a consumer that stops early aborts it. For ``priority`` and ``fairness_id`` see
+        The request copies its values at the call, and is checked and queued at the first ``next``;
+        closing the generator early aborts it. ``priority`` and ``fairness_id`` are as in
         ``generate``.
 
         Raises:
@@ -307,18 +303,14 @@ class LLM:
         multimodal: Sequence[Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """Yield the answer to one conversation as it grows, as ``stream`` does.
-
-        Arguments and errors are those of ``chat``; at once if the conversation has no prompt.
-        """
+        """Yield the answer to a conversation as it grows, like ``stream``; errors of ``chat``."""
         prompt = with_items(self.chat_prompt(messages, **options), multimodal)
         return self.stream(prompt, sampling_params)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Return one conversation as the prompt that the chat template writes.
+        """Return one conversation as the prompt that the chat template writes; errors as ``chat``.
 
-        ``generate``, ``stream`` and ``add_request`` add no special tokens to it. Arguments and
-        errors are those of ``chat``.
+        ``generate``, ``stream`` and ``add_request`` add no special tokens to it.
         """
         return self._template(options).prompt(messages)
 
@@ -343,9 +335,7 @@ class LLM:
         priority: int = 0,
         fairness_id: str = "",
     ) -> str:
-        """Queue a request for ``step`` and return its id.
-
-        For ``priority`` and ``fairness_id`` see ``generate``.
+        """Queue a request for ``step`` and return its id; arguments as in ``stream``.
 
         Raises:
             RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
@@ -367,8 +357,8 @@ class LLM:
     def abort(self, request_id: str) -> None:
         """End all outputs of a request; ``step`` delivers their tokens so far.
 
-        Outputs that had not ended get ``finish_reason="abort"``. An id that is unknown or finished
-        is ignored: the request may just have ended.
+        Unfinished outputs get ``finish_reason="abort"``. An id that is unknown or finished is
+        ignored: the request may just have ended.
         """
         self.shared.abort(request_id)
 
@@ -378,10 +368,9 @@ class LLM:
     def sleep(self, level: int = 1) -> None:
         """Give most device memory back until ``wake_up``, without ending the process.
 
-        The KV cache and the CUDA graphs are freed, the prefix cache is emptied, and the weights
-        leave the device; so does the buffer for features of multimodal items. State of requests,
-        rope tables and the CUDA context stay. A sleeping engine may be told to sleep again, on
-        another level too. An error changes nothing.
+        The KV cache, the CUDA graphs and the buffer for multimodal features are freed, the prefix
+        cache is emptied, and the weights leave the device; request state, rope tables and the CUDA
+        context stay. A sleeping engine may change its level. An error changes nothing.
 
         Args:
             level: 1 = the weights are copied to pinned host memory (on a CPU they stay where they
@@ -401,8 +390,8 @@ class LLM:
         """Take the device memory back; when nothing sleeps any more, capture CUDA graphs again.
 
         Args:
-            tags: ``["weights"]`` or ``["kv_cache"]``, to wake up one before the other; None = what
-                sleeps. Waking what is awake is harmless.
+            tags: ``["weights"]`` or ``["kv_cache"]``, to wake up one first; None = all. Waking
+                twice is harmless.
 
         Raises:
             ConfigError: there is no such tag.
@@ -419,15 +408,15 @@ class LLM:
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Overwrite the model's weights in place, and empty the prefix cache.
 
-        All names, shapes and types are checked before the first byte is written. For that an
-        iterator is read to its end: to save memory, give a few tensors at a time, with
-        ``partial``. Values, NaN among them, are not checked. An error changes nothing; after an
-        interrupt, requests are refused until the same tensors have been given again.
+        Names, shapes and types are checked before the first byte is written, values (NaN) are not;
+        an iterator is read to its end first: to save memory, give a few tensors at a time, with
+        ``partial``. An error changes nothing; after an interrupt, requests are refused until the
+        same tensors have been given again.
 
         Args:
             named_tensors: a dict, or pairs of name and tensor, on any device and of any floating
-                dtype. Names and shapes are those of the checkpoint's own tensors, so that parts
-                of a fused projection come one by one (``q_proj``). As in a checkpoint, a tied
+                dtype. Names and shapes are those of the checkpoint's own tensors, so that parts of
+                a fused projection come one by one (``q_proj``). As in a checkpoint, a tied
                 ``lm_head.weight`` stands for the embedding, which it must equal if both are given,
                 and the scales of an fp8 cache are ignored.
             partial: accept some of the tensors; the others keep their values.
@@ -443,8 +432,8 @@ class LLM:
     def set_kv_listener(self, listener: KVListener | None) -> None:
         """Tell ``listener`` of the keys and values of every step launched from now on.
 
-        It is called layer by layer as soon as a layer's keys and values are on their way into
-        the cache, with the tokens of each request, and with those that the prefix cache had.
+        It is called layer by layer when a layer's keys and values are on their way into the cache,
+        with the tokens of each request, and with those that the prefix cache had.
 
         Args:
             listener: see ``mrv1.runner.KVListener``. If it raises, the requests of that step end
@@ -456,11 +445,7 @@ class LLM:
 
     @property
     def engine(self) -> EngineCore:
-        """The engine below: scheduler, runner and requests as token ids; for tools and tests.
-
-        Raises:
-            RuntimeError: the ``LLM`` was closed.
-        """
+        """The engine below, for tools and tests; a RuntimeError if the ``LLM`` was closed."""
         return self.shared.engine
 
     @reports
@@ -480,18 +465,13 @@ class LLM:
         return self.engine.metrics()
 
     def get_tokenizer(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
-        """Return the checkpoint's tokenizer, an object of transformers that is not a copy.
-
-        Raises:
-            ConfigError: the checkpoint has no tokenizer.
-        """
+        """Return the checkpoint's own transformers tokenizer; a ConfigError if it has none."""
         return self._tokenizer.library
 
     def reset_prefix_cache(self) -> bool:
         """Drop every cached block, so that no later prompt has a prefix hit with earlier ones.
 
-        Returns:
-            True; False, with nothing dropped, while a request runs.
+        Returns True; False, with nothing dropped, while a request runs.
         """
         return self.shared.reset_prefix_cache()
 

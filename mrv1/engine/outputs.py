@@ -43,10 +43,9 @@ class CompletionOutput:
     """Index among the request's ``n`` sequences."""
     text: str = ""
     """Output without special tokens (if ``skip_special_tokens``) and, unless
-    ``include_stop_str_in_output``, without the stop string, sequence or token. While the request
-    runs, an end that may become a stop string or sequence is left out. The text continues the
-    prompt's: a space between the two is in it. Empty without a tokenizer or with
-    ``detokenize=False``."""
+    ``include_stop_str_in_output``, without the stop string, sequence or token; while the request
+    runs, also without an end that may become one. It continues the prompt's text: a space between
+    the two is in it. Empty without a tokenizer or with ``detokenize=False``."""
     token_ids: tuple[int, ...] = ()
     """All generated tokens, a stop token or sequence included."""
     cumulative_logprob: float | None = None
@@ -73,7 +72,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...] = ()
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     """For each of ``prompt_token_ids``, as in ``CompletionOutput.logprobs``; None for the first
-    token, which has no context. None as a whole if not requested, or not known yet."""
+    token, and as a whole if not requested, or not known yet."""
     outputs: tuple[CompletionOutput, ...]
     """The ``n`` outputs, by index."""
     finished: bool

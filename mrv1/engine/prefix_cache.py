@@ -28,18 +28,11 @@ def extend_chain(
     extra_key: bytes = b"",
     key_spans: Sequence[KeySpan] = (),
 ) -> None:
-    """Append to ``chain`` the digest of every full block of ``token_ids``.
+    """Append to ``chain`` the digest of every full block of ``token_ids``, which follow it.
 
-    A block's digest covers its parent's digest, hence the whole prefix: equal digests mean equal
-    tokens at equal positions.
-
-    Args:
-        chain: digests of the blocks before ``token_ids``.
-        token_ids: the tokens after these blocks; a last block that is not full gets no digest.
-        block_size: tokens per block.
-        extra_key: anything else the K and V depend on; different keys never share a digest.
-        key_spans: spans of tokens whose K and V depend on something else too: the digests of the
-            blocks that overlap a span cover its start and its key.
+    A digest covers the parent's digest: equal digests mean equal tokens at equal positions. It
+    covers ``extra_key``, anything else that K and V depend on, and the start and key of each of
+    ``key_spans`` that the block overlaps.
     """
     data = np.asarray(token_ids, dtype=np.int32).tobytes()
     block_bytes = block_size * np.dtype(np.int32).itemsize
@@ -72,10 +65,10 @@ def key_spans(
 ) -> tuple[KeySpan, ...]:
     """Return the spans of a prompt whose K and V depend on more than the tokens up to them.
 
-    The tokens of an item depend on its content. A token that sees later tokens, or not all earlier
-    ones, changes K and V of all layers but the first, here and in all tokens that see it: with
-    ranges that do not follow from items alone, everything from there on has the key of the whole
-    prompt.
+    An item's tokens depend on its content. A token that sees later tokens, or not all earlier
+    ones, changes K and V of all layers but the first, in itself and all tokens that see it: with
+    ranges that do not follow from items alone, everything from there on has the whole prompt's
+    key.
     """
     spans = [(item.start, item.end, item.content_hash) for item in items]
     if ranges is not None and not any(item.bidirectional for item in items):
@@ -92,8 +85,7 @@ def key_spans(
 class PrefixCache:
     """Registers the full blocks of running requests, and finds them for waiting requests.
 
-    Digests are computed when a waiting request is looked up and when blocks are registered: in a
-    steady step there is usually nothing to compute.
+    Digests are computed only at a look-up and a registration: rarely in a steady step.
     """
 
     def __init__(self, pools: HeadPools, slots: SlotTable, *, is_enabled: bool) -> None:
@@ -104,7 +96,7 @@ class PrefixCache:
     def find(self, request: Request) -> list[list[int]]:
         """Return, per group, the known blocks of the longest prefix of a request.
 
-        The block of the request's last token is left out: that token must be computed.
+        Without the block of its last token, which must be computed.
         """
         if not self.is_enabled or request.lacks_prompt_logprobs:
             return [[] for _ in self._pools]

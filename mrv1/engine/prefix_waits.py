@@ -8,16 +8,16 @@ from mrv1.engine.request import Request
 from mrv1.engine.slot_table import SlotTable
 
 LEAST_SHARED_TOKENS = 256
-"""Shared tokens for which a request waits. To compute fewer costs a step next to nothing: it reads
-the weights once, which takes a GPU as long as the products of about so many tokens."""
+"""Shared tokens for which a request waits. Fewer cost a step next to nothing: it reads the weights
+once, which takes a GPU as long as the products of about so many tokens."""
 
 
 class PrefixWaits:
     """Which blocks running requests compute, and which requests wait for them.
 
-    A request waits once at most, and only for a request of its own or a more urgent priority: that
-    request runs, and does not depend on any that waits for it. The wait ends when the shared
-    blocks are computed, or when the other request leaves its slot, for whatever reason.
+    A request waits once at most, for a running request of its own or a more urgent priority, which
+    waits for none. The wait ends when the shared blocks are computed, or the other leaves its
+    slot.
     """
 
     def __init__(self, slots: SlotTable, block_size: int, least_tokens: int) -> None:

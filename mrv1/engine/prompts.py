@@ -36,11 +36,7 @@ class Submission:
 
     @classmethod
     def copied(cls, prompt: Prompt, params: object, priority: int, fairness_id: str) -> Submission:
-        """Return a submission that no later change by the caller reaches.
-
-        Raises:
-            RequestError: a part of the prompt cannot be copied.
-        """
+        """Return a copy that no later change reaches; RequestError: a part cannot be copied."""
         return cls(own_prompt(prompt), own_params(params), priority, fairness_id)
 
 

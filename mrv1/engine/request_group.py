@@ -13,11 +13,8 @@ from mrv1.runner.step import TokenLogprobs
 class RequestGroup:
     """A request and its followers, with their texts and log-probabilities.
 
-    Args:
-        request: the request of the first output.
-        tokenizer: the checkpoint's tokenizer.
-        prompt: the prompt as text; None if it was given as token ids.
-        is_awaited: whether ``LLM.generate`` or ``stream`` delivers the outputs; else ``step``.
+    ``prompt`` is its text, None if given as token ids; ``is_awaited``: ``LLM.generate`` or
+    ``stream`` delivers the outputs, else ``step``.
     """
 
     def __init__(
@@ -56,10 +53,9 @@ class RequestGroup:
         return all(request.finished for request in self.requests)
 
     def find_stop(self, request: Request) -> tuple[str, int] | None:
-        """Return the stop string that appeared in the output of ``request``, and in which token.
+        """Return the stop string in the output of ``request``, and the number of tokens up to it.
 
-        The token is given as the number of tokens up to it. None = no stop string appeared before
-        a stop token, sequence or string of the caller ended the request.
+        None = no stop string came before a stop token, sequence or string of the caller.
         """
         return self._completions[request.child].find_stop()
 

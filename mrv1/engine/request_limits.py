@@ -29,7 +29,7 @@ LOGPROB_BYTES, STEP_LOGPROB_BYTES = 256, 128
 
 FEW_LOGPROBS = 1024
 """Most log-probabilities per position whose memory is not checked: outputs are mostly shorter than
-they may be, so that the check would refuse requests that fit."""
+they may be, and the check would refuse requests that fit."""
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
@@ -98,11 +98,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
 
 
 def check_order(priority: object, fairness_id: object, config: EngineConfig) -> None:
-    """Raise unless the scheduling policy knows a request's priority and fairness id.
-
-    Raises:
-        RequestError: a value is out of range, or given with the policy ``fcfs``.
-    """
+    """Raise a RequestError unless the policy knows the request's priority and fairness id."""
     is_integer = isinstance(priority, Integral) and not isinstance(priority, bool)
     if not is_integer or abs(int(cast("int", priority))) > INT32_MAX:
         raise RequestError(
@@ -124,13 +120,10 @@ def check_order(priority: object, fairness_id: object, config: EngineConfig) -> 
 def check_logprob_memory(
     request: Request, others: Iterable[Request], config: EngineConfig, vocab_size: int
 ) -> None:
-    """Raise unless the host has memory for the log-probabilities that a new request may report.
+    """Raise a RequestError unless the host has memory for a new request's log-probabilities.
 
     Only fields that ask for more than ``FEW_LOGPROBS`` at each position count. The memory of
     ``others``, the unfinished requests, counts as if none of it were allocated yet.
-
-    Raises:
-        RequestError: there is too little memory; the message has the figures.
     """
     family = (request, *request.followers)
     for_outputs, for_prompts, in_step = _logprob_bytes(family, config, vocab_size)
@@ -169,12 +162,11 @@ def _logprob_bytes(
 def check_fits(
     request: Request, pools: HeadPools, features: FeaturePool, max_num_batched_tokens: int
 ) -> None:
-    """Raise unless steps of at most ``max_num_batched_tokens`` tokens can compute a request.
+    """Raise a RequestError unless steps of ``max_num_batched_tokens`` can compute a request.
 
-    Raises:
-        RequestError: the pools are too small for the request, a span that must not be split is out
-            of order or longer than a step, an item has more rows of features than there is room
-            for, or ``min_tokens`` is given with more stop tokens than can be masked.
+    The pools may be too small for it, a span that must not be split out of order or longer than a
+    step, an item's rows of features more than there is room for, or ``min_tokens`` given with more
+    stop tokens than can be masked.
     """
     lacking = pools.lacking(request.max_total_tokens, max_num_batched_tokens)
     if lacking is not None:
@@ -216,11 +208,7 @@ def check_fits(
 
 
 def _check_features_fit(request: Request, features: FeaturePool) -> None:
-    """Raise unless the buffer has rows for each item, and for all items of an unsplittable span.
-
-    Raises:
-        RequestError: as above.
-    """
+    """Raise a RequestError unless the buffer holds each item, and all of an unsplittable span."""
     parts = [(item.name, [item]) for item in request.multimodal] + [
         (f"tokens {start} to {end}, which must be in one step", request.items_in(start, end))
         for start, end in request.unsplittable

@@ -80,8 +80,8 @@ class RequestMaker:
     ) -> Request:
         """Return a request for ``EngineCore.queue``; for arguments see ``RequestOptions``.
 
-        They become the request's own: the caller must not change them afterwards
-        (``own_params``, ``own_prompt``).
+        They become its own: the caller must not change them afterwards (``own_params``,
+        ``own_prompt``).
 
         Raises:
             RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
@@ -190,13 +190,10 @@ class RequestMaker:
                 )
 
     def _longest(self, items: tuple[MultimodalItem, ...], num_prompt_tokens: int) -> int:
-        """Return the most tokens that a request may have, prompt and output.
+        """Return the most tokens that a request may have; RequestError: M-RoPE cannot place it.
 
-        M-RoPE's positions must be less than the model's context, as other models' are. Those of
-        an output after a slow video may be more than its number of tokens.
-
-        Raises:
-            RequestError: an item has no position, or there are too many items or positions.
+        M-RoPE's positions must be less than the model's context, as other models' are; those of an
+        output after a slow video may be more than its number of tokens.
         """
         model = self._model
         if not items or model.vision is None:

@@ -151,9 +151,9 @@ class NextStep:
 class RunningBatch:
     """The running requests, their slots and blocks; decides nothing about scheduling.
 
-    A request allocates the same number of blocks of every head group. In a group with a window, a
-    block that has left the window is freed when the step that moved the window has returned: steps
-    in flight start after that step, so that none of them reads the freed block.
+    A request has as many blocks of every head group. In a group with a window, a block that has
+    left it is freed when the step that moved it has returned: steps in flight start after that
+    step, so that none reads the block.
     """
 
     def __init__(self, pools: HeadPools, slots: SlotTable, prefix_cache: PrefixCache) -> None:
@@ -197,10 +197,9 @@ class RunningBatch:
     def enter(
         self, request: Request, blocks: list[list[int]], end: int
     ) -> tuple[tuple[int, ...], ...]:
-        """Give a waiting request a slot, and the blocks of its first ``end`` tokens.
+        """Give a waiting request a slot, and the blocks of its first ``end`` tokens; return these.
 
         New blocks are appended in place to ``blocks``, the cached blocks of its prefix per group.
-        Returns all of them.
         """
         pools, slots = self._pools, self._slots
         num_cached = len(blocks[0]) * pools.block_size
@@ -277,8 +276,8 @@ class RunningBatch:
     def shrink(self, request: Request, end: int, new_blocks: NewBlocks) -> None:
         """Give back the blocks that a request's first ``end`` tokens do not need.
 
-        They are taken from ``new_blocks``, the blocks that the step which is being planned has
-        allocated: no step has used them.
+        They are taken from ``new_blocks``, allocated by the step being planned: no step has used
+        them.
         """
         pools, slot = self._pools, request.slot
         count = int(self._slots.capacity[slot]) // pools.block_size - pools.blocks_for(end)
@@ -295,8 +294,8 @@ class RunningBatch:
     def num_free_soon(self) -> int:
         """Return how many blocks of every group will be free when the steps in flight are over.
 
-        Counts only blocks that are freed whatever tokens these steps draw: blocks of requests that
-        end by length, and blocks that leave a window.
+        Whatever tokens these draw: from requests that end by length, and from windows that move
+        on.
         """
         pools, slots = self._pools, self._slots
         num_free = np.array([pool.num_free + pool.num_quarantined for pool in pools])
@@ -352,10 +351,7 @@ class RunningBatch:
         return self.newest
 
     def settle(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
-        """Count what a step with drafts has computed, once its tokens are appended to requests.
-
-        ``succeeded`` is as in ``land``.
-        """
+        """Count what a step with drafts has computed, its tokens appended; as in ``land``."""
         ones = np.ones(len(step.ends), dtype=np.bool_)
         for row in (ones if succeeded is None else succeeded).nonzero()[0].tolist():
             if step.draft_token_ids[row]:
@@ -378,7 +374,7 @@ class RunningBatch:
     def land(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
         """Record that a step is over, and free the blocks that left a window.
 
-        ``succeeded`` is ``[rows]`` whether the request still runs and did not fail; None = all.
+        ``succeeded``: ``[rows]`` whether the request still runs and did not fail; None = all.
         """
         index, ends = step.rows.index, step.ends
         if succeeded is not None:
@@ -396,9 +392,9 @@ class RunningBatch:
             first_live[index] = np.maximum(starts, firsts)
 
     def cache_blocks(self) -> None:
-        """Register the full blocks of all running requests with the prefix cache.
+        """Register the full blocks of all running requests with the prefix cache, for a look-up.
 
-        Done only when a waiting request is looked up; a request that leaves registers its own.
+        A request that leaves registers its own.
         """
         index = self.rows.index
         num_full = self._slots.num_landed[index] // self._pools.block_size

@@ -36,10 +36,8 @@ class SamplingDefaults:
     ) -> SamplingDefaults:
         """Return the defaults of a model.
 
-        Args:
-            checkpoint: the model's.
-            source: ``EngineConfig.generation_config``.
-            override: values that replace the file's; None as a value removes the file's.
+        ``source`` is ``EngineConfig.generation_config``. Values of ``override`` replace the
+        file's; None removes it.
 
         Raises:
             ConfigError: the file or a value is wrong; the message names the file and the field.

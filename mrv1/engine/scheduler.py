@@ -28,24 +28,23 @@ class Scheduler:
     """Continuous batching with chunked prefill under a token budget.
 
     Running requests go before waiting ones, in order of arrival; with the policy ``priority`` by
-    priority, then in order of admission. When blocks run out, the last running request gives up
-    its slot and blocks and is computed again later (preemption by recompute); no running request
-    is preempted for a waiting one.
+    priority, then in order of admission. When blocks run out, the last running request is
+    preempted, and recomputed later; none is preempted for a waiting one.
 
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
-    *pending* token: the row is scheduled again before the token is known, up to its length.
-    No step is planned while a step with drafts is in flight: only its result tells how many were
-    accepted. Outputs come in the order of launches. A row is *stale* if its request ended or was
-    preempted after the launch: the epoch of its slot has then changed, and the row is dropped.
+    *pending* token, and is scheduled again before it is known, up to its length. No step is
+    planned while one with drafts is in flight: only its result tells how many were accepted. A row
+    is *stale* if its request ended or was preempted after the launch: the epoch of its slot has
+    then changed, and the row is dropped.
 
-    **Blocks.** A block that is freed while steps are in flight is quarantined until the newest of
-    them is over. If steps in flight will free enough blocks, nothing is preempted: the request
-    without blocks is left out of the plan.
+    **Blocks.** A block freed while steps are in flight is quarantined until the newest of them is
+    over. If these will free enough blocks, nothing is preempted: a request without blocks is left
+    out.
 
-    ``Admission`` decides which waiting requests enter and ``StepBudget`` who gets how many tokens.
-    ``SlotTable`` counts the progress of each running request, ``RunningBatch`` manages blocks,
-    ``take_output`` applies a step's output to its requests.
+    ``Admission`` decides which requests enter, ``StepBudget`` who gets how many tokens;
+    ``SlotTable`` counts progress, ``RunningBatch`` manages blocks, ``take_output`` applies
+    outputs.
     """
 
     def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
@@ -121,11 +120,7 @@ class Scheduler:
         return self._requests.get(req_id)
 
     def add(self, request: Request) -> None:
-        """Queue a request and its followers.
-
-        Raises:
-            RequestError: an id is in use, or ``check_fits`` refuses the request.
-        """
+        """Queue a request and its followers; RequestError: an id is in use, ``check_fits``."""
         family = (request, *request.followers)
         if any(member.req_id in self._requests for member in family):
             raise RequestError(
@@ -148,8 +143,8 @@ class Scheduler:
         """End a request's output with one of its tokens, for a reason such as a stop string.
 
         Tokens after the first ``num_output_tokens``, which a step with drafts may have given, are
-        dropped. A request that has already ended, even with an error, gets this reason in place of
-        its own: without drafts it would have ended with that token.
+        dropped. The reason replaces that of a request that has ended, even with an error: without
+        drafts it would have ended with that token.
         """
         if not request.finished:
             self._finish(request, "stop")
@@ -176,11 +171,8 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None.
 
-        None means that no token can be computed at all, or that none shall be before ``update``
-        has the output of a step in flight.
-
-        Raises:
-            RuntimeError: ``max_steps_in_flight`` plans await their output.
+        None = no token can be computed at all, or none shall be before ``update`` has the output
+        of a step in flight. RuntimeError: ``max_steps_in_flight`` plans await their output.
         """
         if len(self._in_flight) >= self.max_steps_in_flight:
             raise RuntimeError(
@@ -202,9 +194,8 @@ class Scheduler:
     def _proposed(self) -> dict[int, tuple[int, ...]] | None:
         """Return drafts by row of all running requests; None if a result has to come first.
 
-        Only a step in which every row decodes has drafts, and none whose row samples under a
-        grammar: masks are made for one token. Drafts follow known tokens: their step is the only
-        one in flight.
+        Only a step in which every row decodes has drafts, and none samples under a grammar, whose
+        masks are for one token. Drafts follow known tokens: their step is the only one in flight.
         """
         speculation = self._speculation
         if speculation is None:
@@ -268,9 +259,9 @@ class Scheduler:
     def _share(self) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For a step whose tokens or blocks may not suffice for all. May preempt requests: the ends,
-        ``[running]``, are of the requests that still run. The end of a request that computes
-        nothing in this step is the number of its tokens that are computed already.
+        For a step whose tokens or blocks may not suffice. May preempt requests: the ends,
+        ``[running]``, are of those that still run; without tokens in this step, their number of
+        computed tokens.
         """
         batch, slots, budget = self._batch, self._slots, self._budget
         budget.share()
@@ -363,8 +354,7 @@ class Scheduler:
     def update(self, output: StepOutput) -> list[Request]:
         """Apply the oldest step's output; return the requests that got a token or ended.
 
-        Raises:
-            RuntimeError: the output is of a different step, or has not as many rows as its plan.
+        RuntimeError: the output is of a different step, or has not as many rows as its plan.
         """
         step = self._in_flight[0] if self._in_flight else None
         if step is None or step.step_id != output.step_id:
@@ -395,11 +385,7 @@ class Scheduler:
         return [*result.failed, *result.sampled]
 
     def fail_step(self, plan: StepPlan, error: Mrv1Error) -> list[Request]:
-        """End every request of a failed step whose row is not stale; return these requests.
-
-        Raises:
-            RuntimeError: the step is not in flight.
-        """
+        """End and return the live rows' requests of a failed step; RuntimeError: not in flight."""
         step = next((step for step in self._in_flight if step.step_id == plan.step_id), None)
         if step is None:
             raise RuntimeError(
@@ -417,8 +403,8 @@ class Scheduler:
     def abandon(self, error: Mrv1Error) -> list[Request]:
         """Start over from any state that an interrupt has left; end and return running requests.
 
-        The steps in flight and the prefix cache are forgotten. Waiting requests stay queued. Safe
-        to call again if the call itself is interrupted.
+        Steps in flight and the prefix cache are forgotten, waiting requests stay. Safe to call
+        again if it is interrupted itself.
         """
         self._start()
         self._slots.reset()

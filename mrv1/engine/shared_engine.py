@@ -19,7 +19,7 @@ from mrv1.errors import RequestError
 class SharedEngine:
     """Takes requests of several threads, which take turns and share the steps.
 
-    A request is either *awaited* by a call that takes its outputs (``generate``, ``stream``), or
+    A request is *awaited* by a call that takes its outputs (``generate``, ``stream``), or else
     *undelivered* until ``step`` returns its outputs.
     """
 
@@ -41,11 +41,7 @@ class SharedEngine:
 
     @property
     def engine(self) -> EngineCore:
-        """The engine below.
-
-        Raises:
-            RuntimeError: it was closed.
-        """
+        """The engine below; a RuntimeError if it was closed."""
         if self._core is None or self._is_closed:
             raise RuntimeError("LLM: expected an open engine, got one that was closed")
         return self._core
@@ -90,11 +86,7 @@ class SharedEngine:
         return make_group(self.engine, self._tokenizer, given, req_id, is_awaited=is_awaited)
 
     def queue(self, group: RequestGroup) -> None:
-        """Queue a request of ``make_group``.
-
-        Raises:
-            RequestError, StepError, RuntimeError: as ``EngineCore.queue``; nothing is queued.
-        """
+        """Queue a request of ``make_group``; errors as ``EngineCore.queue``: nothing is queued."""
         req_id = group.req_id
         former = self._groups.get(req_id)
         if former is not None:
@@ -186,9 +178,9 @@ class SharedEngine:
     @in_turn
     @recovers
     def take_changed(self, takes: Callable[[RequestGroup], bool]) -> list[RequestOutput]:
-        """Return the changed outputs that have ended or that ``takes`` accepts.
+        """Return the changed outputs that have ended or that ``takes`` accepts; keep the others.
 
-        The others are kept for a later call, which asks for them before it asks for newer ones.
+        A later call asks for those before it asks for newer ones.
         """
         outputs = []
         for group in tuple(self._awaited.values()):

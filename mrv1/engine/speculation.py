@@ -26,7 +26,7 @@ class Speculation:
     ) -> dict[int, tuple[int, ...]]:
         """Return the drafts of a step by row; none if too few would be accepted to be worth it.
 
-        ``room`` has for each row the most drafts that it may have.
+        ``room``: the most drafts of each row.
         """
         drafts, gain = {}, 0.0
         for row, (request, most) in enumerate(zip(requests, room, strict=True)):
@@ -42,10 +42,9 @@ class Speculation:
         return drafts if gain >= MIN_GAIN * len(requests) else {}
 
     def note(self, step: LaunchedStep, output: StepOutput, succeeded: BoolArray | None) -> None:
-        """Count the drafts that were accepted in a step that is over.
+        """Count the accepted drafts of a step that is over, its tokens appended to their requests.
 
-        The tokens of ``output`` are appended to their requests. ``succeeded`` is ``[rows]``
-        whether the request still runs and did not fail; None = all.
+        ``succeeded``: as in ``RunningBatch.land``.
         """
         for row, drafts in enumerate(step.draft_token_ids):
             if not drafts or not (succeeded is None or succeeded[row]):

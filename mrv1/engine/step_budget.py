@@ -29,8 +29,7 @@ class TokenRoom:
     def fit(self, count: int, least: int) -> int:
         """Return how many of ``count`` tokens the next chunk may have.
 
-        The first chunk of the step has at least ``least`` tokens, so that the oldest prompt always
-        makes progress.
+        The first has at least ``least``, so that the oldest prompt always makes progress.
         """
         fitting = min(count, max(self.num_left, 0))
         return fitting if self._has_chunk else max(fitting, min(least, count))
@@ -44,19 +43,18 @@ class TokenRoom:
 class StepBudget:
     """The tokens of the step that is being planned, and who may have how many of them.
 
-    **The step** has ``max_num_batched_tokens``. An unsplittable span for which too few of them
-    were left is *promised* its tokens in the next step, or decodes would always come first.
+    **The step** has ``max_num_batched_tokens``. An unsplittable span with too few of them left is
+    *promised* its tokens in the next step, or decodes would always come first.
 
     **Long prompts.** With ``long_prefill_token_threshold`` T, a request computes at most T tokens
-    in a step. The running requests with more than T tokens left share T tokens of the step, and
-    get what the other requests leave (``rest``). So a prompt waits for those before it as if each
-    of them had T tokens at most, and each step T tokens less. Of ``max_mixed_prefill_tokens`` they
-    share half at most.
+    in a step. Running requests with more than T tokens left share T tokens of the step, at most
+    half of ``max_mixed_prefill_tokens``, and get what the others leave (``rest``). So a prompt
+    waits for those before it as if each had T tokens at most, and each step T tokens less.
 
     **Chunks beside decodes.** ``max_mixed_prefill_tokens`` limits the tokens of all chunks of a
     step with decodes together (``room``), unless more prompt tokens wait than a step holds: then
-    throughput counts. Chunks get these tokens in the order of the requests; the first has at least
-    a block's tokens, or the span that it begins with.
+    throughput counts. The first chunk has at least a block's tokens, or the span that it begins
+    with.
 
     **Padding.** With ``padding``, a step that is not full leaves the last tokens of its chunks to
     the next step, where a smaller CUDA graph then runs it and that saves time (``trim``).
@@ -95,8 +93,8 @@ class StepBudget:
     ) -> None:
         """Find out whether chunks must be cut: for decodes, or because they are long.
 
-        ``counts`` are the tokens that each running request wants, and ``prompt_tokens`` is
-        ``Admission.num_prompt_tokens``.
+        ``counts``: tokens that each running request wants; ``prompt_tokens``:
+        ``num_prompt_tokens``.
         """
         chunks = counts[counts > 1]
         most_per_request = self._threshold or self._max_tokens + 1
@@ -168,9 +166,9 @@ class StepBudget:
     def rest(self, step: NextStep, batch: RunningBatch, num_free: int) -> bool:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.
 
-        Not to those with items or spans, which are served in their turn; and no request is
-        preempted for them: ``num_free`` blocks can be allocated. Raises ``step.ends`` in place;
-        returns whether there were long prompts to serve.
+        Not to those with items or spans, which are served in their turn; nor is a request
+        preempted: ``num_free`` blocks can be allocated. Raises ``step.ends`` in place; returns
+        whether there were any.
         """
         limited, self._limited = self._limited, []
         if not limited or step.is_starved:
@@ -197,11 +195,10 @@ class StepBudget:
     ) -> dict[Request, int]:
         """Shorten chunks if the step then fills a smaller graph and that saves time.
 
-        First those that do not end their prompt, so that short prompts do not wait for long ones;
-        the newest first, as ``in_order`` returns the running requests in the order of service.
-        Each keeps at least a block's tokens. A step that is full stays so, for the bounds of
-        prompts that wait. Items and spans are not cut. Lowers ``step.ends`` in place; returns the
-        requests that are cut, each with its end.
+        First those that do not end their prompt, for the sake of short prompts; the newest first,
+        against ``in_order``, the order of service. Each keeps at least a block's tokens. A full
+        step stays full, for the bounds of waiting prompts; items and spans are not cut. Lowers
+        ``step.ends`` in place; returns the requests that are cut, each with its end.
         """
         if self._padding is None:
             return {}

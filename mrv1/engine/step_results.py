@@ -39,8 +39,8 @@ def take_output(
 ) -> StepResult:
     """Append tokens and log-probabilities to the requests of a step, and find requests that end.
 
-    ``live`` is ``[rows]`` whether the request still has its slot; None = true for all.
-    ``custom_masks`` names features that may mask tokens of every request, for errors.
+    ``live``: ``[rows]`` whether the request still has its slot; None = all. ``custom_masks``
+    names, for errors, features that may mask tokens of every request.
     """
     rows = step.rows
     requests: Sequence[Request] = rows.requests
@@ -177,9 +177,9 @@ def _failure(
 
 
 def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int, num_tokens: int) -> None:
-    """Append a row's log-probabilities, without prompt positions that are known already.
+    """Append a row's log-probabilities, for ``num_tokens`` tokens that are appended already.
 
-    ``num_tokens`` of the row's tokens are appended to its request.
+    Prompt positions that are known already are left out.
     """
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:

@@ -28,11 +28,9 @@ MAX_INCOMPLETE = 3
 """Most replacement characters of an incomplete character: one for each of its bytes."""
 
 CONTEXT_TOKENS, WINDOW_TOKENS = 12, 24
-"""Least and most tokens, without the new tokens, that ``Detokenizer`` decodes again.
-
-The three replacement characters that may end a text stand for up to 9 bytes, and up to 3 bytes
-before them may be the rest of an earlier character: 12 tokens, if each token is a byte.
-"""
+"""Least and most tokens, without the new tokens, that ``Detokenizer`` decodes again. The three
+replacement characters that may end a text stand for up to 9 bytes, and up to 3 bytes before them
+may be the rest of an earlier character: 12 tokens, if each token is a byte."""
 
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 """A byte that is not part of a character, after a decoding with ``surrogateescape``."""
@@ -58,8 +56,7 @@ class Tokenizer:
     def __init__(self, path: Path | None) -> None:
         """Load the tokenizer of the checkpoint at ``path``, if it has one; None = no checkpoint.
 
-        Raises:
-            ConfigError: there are tokenizer files, but they cannot be loaded.
+        ConfigError: there are tokenizer files, but they cannot be loaded.
         """
         self._path = path
         self._tokenizer: Any = None
@@ -100,11 +97,7 @@ class Tokenizer:
 
     @property
     def library(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
-        """The tokenizer of transformers.
-
-        Raises:
-            ConfigError: the checkpoint has no tokenizer.
-        """
+        """The tokenizer of transformers; a ConfigError if the checkpoint has none."""
         if self._tokenizer is None:
             raise ConfigError(
                 f"tokenizer: expected one of {', '.join(TOKENIZER_FILES)} in {str(self._path)!r}, "
@@ -115,8 +108,8 @@ class Tokenizer:
     def with_special_tokens(self, *, skip: bool, spaces: bool) -> Tokenizer:
         """Return a tokenizer that differs in what it does with special tokens.
 
-        With ``skip`` it leaves them out of texts, as this tokenizer does; without ``spaces`` it
-        writes no space between two added tokens that follow one another.
+        With ``skip`` it leaves them out of texts, as this one does; without ``spaces`` it writes
+        no space between two added tokens that follow one another.
         """
         if skip or self._tokenizer is None:
             return self
@@ -132,10 +125,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the special tokens that the checkpoint adds.
 
-        To a ``ChatPrompt`` none are added: its template has written them.
-
-        Raises:
-            RequestError: the checkpoint has no tokenizer, or the text is not valid Unicode.
+        A ``ChatPrompt`` has its template's own. RequestError: the checkpoint has no tokenizer, or
+        the text is not valid Unicode.
         """
         if isinstance(text, ChatPrompt) and text.token_ids is not None:
             return list(text.token_ids)
@@ -158,9 +149,8 @@ class Tokenizer:
     ) -> None:
         """Raise unless there is a tokenizer, and a template for a conversation's options.
 
-        Raises:
-            RequestError: the tokenizer or the template is missing, the text is no template, or a
-                variable has the name of an option of ``apply_chat_template``.
+        RequestError: the tokenizer or the template is missing, the text is no template, or a
+        variable has the name of an option of ``apply_chat_template``.
         """
         if self._tokenizer is None:
             raise RequestError(
@@ -216,10 +206,8 @@ class Tokenizer:
     ) -> ChatPrompt:
         """Return a conversation as the chat template writes it.
 
-        Raises:
-            RequestError: the template refuses the conversation or fails, or a control token of
-                the conversation cannot be encoded as text.
-            ChatTemplateError: the template cannot be parsed.
+        RequestError: the template refuses the conversation or fails, or a control token of it
+        cannot be encoded as text. ChatTemplateError: the template cannot be parsed.
         """
         from jinja2 import TemplateError, TemplateSyntaxError  # transformers imports it as late
 
@@ -263,10 +251,7 @@ class Tokenizer:
         return Counter(token for token in token_ids if token in added)
 
     def _has_added_tokens(self, value: object) -> bool:
-        """Whether a text in ``value`` has an added token, which transformers can encode as text.
-
-        Without one the tokens of the prompt are those of its text.
-        """
+        """Whether a text in ``value`` has an added token, which can be encoded as text."""
         texts = "\0".join(_strings(value))
         return any(token in texts for token in self._tokenizer.added_tokens_encoder)
 
@@ -297,11 +282,7 @@ class Tokenizer:
                 )
 
     def encode_word(self, text: str) -> list[int]:
-        """Return the token ids of a part of a text, without special tokens.
-
-        Raises:
-            RequestError: the text is not valid Unicode.
-        """
+        """Return a text's token ids, without special tokens; RequestError: it is not Unicode."""
         _check_unicode("bad_words", text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -309,13 +290,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``; empty without a tokenizer.
 
-        It has no special tokens, unless ``with_special_tokens`` made this tokenizer.
-
-        It is the text of transformers' tokenizer, without two rules by which later tokens would
-        change the text of earlier tokens. Spaces are not cleaned up. And where a run of
-        single-byte tokens (byte fallback) is not UTF-8, only a byte that is not part of a
-        character becomes U+FFFD: transformers replaces every byte of the run, the bytes of its
-        valid characters too.
+        Without special tokens, unless ``with_special_tokens`` made this tokenizer. It is
+        transformers' text, without two rules by which later tokens would change the text of
+        earlier ones: spaces are not cleaned up, and where a run of single-byte tokens (byte
+        fallback) is not UTF-8, only a byte that is not part of a character becomes U+FFFD, instead
+        of every byte of the run.
         """
         if self._tokenizer is None:
             return ""
@@ -331,8 +310,7 @@ class Tokenizer:
     def after(self, token_ids: Sequence[int]) -> Decoded:
         """Return where the text of an output begins that follows ``token_ids``, its prompt.
 
-        The decoder of many tokenizers drops a space at the beginning of a text, which is not the
-        beginning of an output.
+        Many decoders drop a space at the beginning of a text, which is not that of an output.
         """
         if self._tokenizer is None:
             return Decoded()
@@ -433,11 +411,8 @@ class Detokenizer:
 
     The last tokens, a window, are decoded again with every new token. Up to ``MAX_INCOMPLETE``
     U+FFFD at the end of the window's text may still become a character: they are held back. A
-    character that the prompt begins and the output completes is text of the output.
-
-    Args:
-        tokenizer: the checkpoint's tokenizer.
-        start: what ``tokenizer.after`` returned for the prompt; none = the text begins here.
+    character that the prompt begins and the output completes is text of the output. ``start`` is
+    what ``tokenizer.after`` returned for the prompt; none = the text begins here.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: Decoded = Decoded()) -> None:  # noqa: B008
@@ -480,8 +455,7 @@ class OutputText:
 
     Args:
         tokenizer: the checkpoint's tokenizer.
-        stop: strings that end the output: the one that ends first; if several end at one place,
-            the first in ``stop``.
+        stop: strings that end the output: the one that ends first, then the first in ``stop``.
         include_stop: whether the text includes the stop string at its end.
         min_tokens: least tokens of an output that a stop string may end.
         stop_token_sequences: token sequences that may end the output too, and then are not text.

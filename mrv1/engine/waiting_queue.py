@@ -87,10 +87,10 @@ class _Lane:
 class PriorityQueue(WaitingQueue):
     """Lower priorities first; requests of one priority take turns by their fairness ids.
 
-    The turns are a deficit round robin: each turn adds ``QUANTUM`` tokens to an id's credit, and
-    the id is served while its credit is positive. Its requests are charged for the prompt tokens
-    that they compute, and when they end for their output. An id in debt keeps its place in the
-    round until the debt is paid, even if none of its requests waits.
+    A deficit round robin: each turn adds ``QUANTUM`` tokens to an id's credit, and the id is
+    served while that is positive. Its requests are charged for the prompt tokens that they
+    compute, and at their end for their output. An id in debt keeps its place until the debt is
+    paid, even if none of its requests waits.
     """
 
     def __init__(self) -> None:

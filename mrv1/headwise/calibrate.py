@@ -1,11 +1,9 @@
 """Rank heads by the loss of the model when they stream.
 
 The loss of a single streaming head says little where other heads can stand in for it, so heads
-start to stream in rounds. A round tries every head that is still full, one at a time, together
-with the heads that stream already; the heads with the least loss stream from then on. One round of
-all heads is the plain ranking by single losses.
-
-Nothing here runs a model: the caller passes a function that returns the loss of a policy.
+start to stream in rounds: each tries every head that is still full, one at a time, together with
+those that stream already, and the heads with the least loss stream from then on. One round of all
+heads is the plain ranking by single losses. The caller passes the function that runs the model.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ ROUND_SHARE = 0.25
 ``4 * n`` losses, instead of ``n * n / 2`` with one head per round."""
 
 MOST_EXCESS = 2e-3
-"""Nats per head: if the loss of a round's heads together exceeds the sum of their single losses
-by more than this, some heads stand in for each other, and the round is halved."""
+"""Nats per head: if the loss of a round's heads together exceeds the sum of their single losses by
+more than this, some heads stand in for each other, and the round is halved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +43,7 @@ class HeadRanking:
     """Heads ranked by the loss when they stream.
 
     Attributes:
-        num_layers: layers of the model.
-        num_kv_heads: KV heads of each layer.
+        num_layers, num_kv_heads: shape of the model.
         order: the head that streams first comes first. Heads that are not in ``order`` stay full.
         losses: for each head in ``order``, the rise of the loss, in nats, when it alone joined the
             heads that streamed before its round.
@@ -62,7 +59,7 @@ class HeadRanking:
 
         Args:
             budget: share of the ranked heads that stay full, in [0, 1], rounded to a number of
-                heads (half to even); at least one head, unless the budget is 0.
+                heads (half to even); at least one, unless it is 0.
             streaming: window and sink of the other ranked heads.
 
         Raises:
@@ -81,11 +78,7 @@ class HeadRanking:
 
 
 def num_full_heads(num_heads: int, budget: float) -> int:
-    """Return how many of ``num_heads`` stay full; see :meth:`HeadRanking.policy`.
-
-    Raises:
-        ConfigError: the budget is not in [0, 1].
-    """
+    """Return how many of ``num_heads`` stay full, as in :meth:`HeadRanking.policy`, errors too."""
     if not 0 <= budget <= 1:
         raise ConfigError(f"budget: expected 0 to 1, got {budget}")
     return max(round(budget * num_heads), 1) if budget else 0
@@ -104,11 +97,7 @@ def streaming_policy(
 
 
 def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head]:
-    """Return the heads that could stream: all heads of layers without a window of their own.
-
-    Raises:
-        ConfigError: there is no such layer.
-    """
+    """Return all heads of layers without a window; a ConfigError if there is no such layer."""
     heads = [
         (layer, head)
         for layer, window in enumerate(layer_windows)
@@ -121,10 +110,9 @@ def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head
 
 
 def round_size(num_heads: int, method: Method) -> int:
-    """Return the most heads, of ``num_heads`` still full, that start to stream in a round.
+    """Return the most of ``num_heads`` full heads that start to stream in a round.
 
-    Raises:
-        ConfigError: there is no such method.
+    Raises a ConfigError if there is no such method.
     """
     if method not in METHODS:
         raise ConfigError(f"method: expected one of {METHODS}, got {method!r}")

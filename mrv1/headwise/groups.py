@@ -52,14 +52,9 @@ class HeadGroups:
     ) -> HeadGroups:
         """Return a group for each (window, sink), which keeps only blocks that its heads see.
 
-        The table of a streaming group is a ring, if the ring has fewer columns than the longest
-        request has blocks.
-
-        Args:
-            policy: which tokens each head sees.
-            block_size: tokens per block.
-            max_model_len: tokens of the longest request.
-            max_query_len: most tokens of one request in one step.
+        The table of a streaming group is a ring of blocks of ``block_size`` tokens, if the ring
+        has fewer columns than the longest request, of ``max_model_len`` tokens, has blocks.
+        ``max_query_len``: most tokens of one request in one step.
         """
         seen = policy.groups
 
@@ -84,9 +79,9 @@ class HeadGroups:
 
     @classmethod
     def of_heads(cls, policy: HeadPolicy, *, block_size: int, max_model_len: int) -> HeadGroups:
-        """Return a group for each head index, for callers who manage the pages of each head.
+        """Return a group of full-width tables for each head index, for callers who manage pages.
 
-        The form of FastDeploy's pull request 7718: ``num_kv_heads`` tables of full width.
+        The form of FastDeploy's pull request 7718.
         """
         return cls._build(
             policy, [FULL] * policy.num_kv_heads, lambda _, head: head,
@@ -132,10 +127,7 @@ class HeadGroups:
     def slice(self, rank: int, size: int) -> HeadGroups:
         """Return the same groups with the heads of one of ``size`` tensor-parallel ranks.
 
-        A group may have no head of the rank: every rank takes the same block ids.
-
-        Raises:
-            ConfigError: as ``HeadPolicy.slice``.
+        Some may have none: every rank takes the same block ids. Errors as ``HeadPolicy.slice``.
         """
         policy = self.policy.slice(rank, size)
         first = rank * self.policy.num_kv_heads // size

@@ -1,7 +1,7 @@
 """Head policies: which tokens each KV head of each layer sees, and the forms a policy comes in.
 
-Sources: the ratio and its rounding are FastDeploy's (pull request 7718); pattern files are those
-that DuoAttention (arXiv:2410.10819) publishes.
+Sources: FastDeploy's pull request 7718 for the ratio and its rounding; DuoAttention
+(arXiv:2410.10819) for pattern files.
 """
 
 from __future__ import annotations
@@ -48,12 +48,8 @@ class Visible(NamedTuple):
     def num_blocks(self, block_size: int, query_len: int = 1) -> int:
         """Return the most blocks that a request of any length needs in a streaming head.
 
-        Args:
-            block_size: tokens per block.
-            query_len: most tokens of a step; the blocks hold them and the window of the first.
-
-        Raises:
-            ValueError: the head is full: its blocks have no bound.
+        They hold ``query_len`` tokens, the most of a step, and the window of the first.
+        ValueError: the head is full.
         """
         if self.is_full:
             raise ValueError("num_blocks: expected a streaming head, got a full one")
@@ -134,9 +130,7 @@ def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be any
 
 @dataclass(frozen=True, slots=True)
 class HeadPolicy:
-    """Which tokens each KV head sees.
-
-    Kernels, tables, memory and reports learn this from the policy alone.
+    """Which tokens each KV head sees: all that kernels, tables, memory and reports know of it.
 
     Attributes:
         heads: ``[layers][kv_heads]``.
@@ -223,12 +217,11 @@ class HeadPolicy:
     ) -> Self | None:
         """Return the policy in a checkpoint's ``config.json``; None = there is no policy in it.
 
-        The fields are FastDeploy's: ``head_wise_swa_ratio`` is the share of streaming heads,
-        ``window_size`` and ``sink_size`` the tokens that they see, ``window_attn_skip_freq`` the
-        period of full layers, or a list of 0 (full) or 1 for each layer. A period of 1, the
-        default of FastDeploy's proposal (community pull request 1364), means that no layer is
-        full: FastDeploy's append attention gives the window to every layer whatever the number
-        is. At a ratio of 0 every head is full, whatever the other fields say.
+        FastDeploy's fields: ``head_wise_swa_ratio``, the share of streaming heads (0: all are
+        full, whatever the others say); ``window_size`` and ``sink_size``, the tokens that they
+        see; and ``window_attn_skip_freq``, the period of full layers, or a list of 0 (full) or 1
+        for each layer. A period of 1, the default of FastDeploy's proposal (community pull request
+        1364), means that no layer is full: its append attention gives every layer the window.
 
         Raises:
             ConfigError: a field is missing, has a wrong type or is out of its range.
@@ -358,8 +351,7 @@ class HeadPolicy:
         Full heads get the window of their layer.
 
         Raises:
-            ConfigError: ``layer_windows`` and the policy differ in their number of layers, or a
-                layer with a window has streaming heads.
+            ConfigError: another number of layers, or a layer with a window has streaming heads.
         """
         if len(layer_windows) != self.num_layers:
             raise ConfigError(
@@ -406,8 +398,8 @@ class HeadPolicy:
         Heads are divided in order; with fewer heads than ranks, several ranks have the same head.
 
         Raises:
-            ConfigError: there is no such rank, or neither the number of heads nor the number of
-                ranks is a multiple of the other.
+            ConfigError: there is no such rank, or neither heads nor ranks are a multiple of the
+                other.
         """
         heads = self.num_kv_heads
         if not 0 <= rank < size:
@@ -426,10 +418,9 @@ class HeadPolicy:
         return tuple(HeadRole(window=seen.window, sink=seen.sink) for seen in self.heads[layer])
 
     def num_tokens_held(self, num_tokens: int) -> int:
-        """Return how many (token, head) pairs of a context are visible to its next token.
+        """Return how many (token, head) pairs of a context its next token sees, over all layers.
 
-        All layers and heads are counted. The least memory that the request's keys and values take
-        is this number times the bytes of one token in one head.
+        Times the bytes of one token in one head, this is the least memory of the keys and values.
         """
         total = 0
         for layer in self.heads:

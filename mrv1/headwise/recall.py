@@ -1,8 +1,7 @@
 """Prompts that need a long view: facts in a filler, and questions about them far later.
 
-A fact is the line ``REMEMBER: key value.``; a question is ``RECALL: key`` and its answer, the
-fact's value, is the next token. Keys and values are drawn at random, so that only the
-context holds the answer.
+A fact is the line ``REMEMBER: key value.``; a question is ``RECALL: key``, whose next token is the
+fact's value. Random keys and values make the context the only place of the answer.
 
 Source: DuoAttention (arXiv:2410.10819) hides passkeys in filler to find the heads that need the
 whole context. The embedded model is trained on lines of this form (training/recall.py).

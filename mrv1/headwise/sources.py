@@ -33,7 +33,7 @@ def policy_source(source: str) -> PolicySource:
     ``HeadPolicy.of_ratio``; ``sink`` (0) and ``full_layers_every`` (none) may be left out. Other
     texts are a path: of the JSON file that ``HeadPolicy.save`` writes, of a folder with a
     DuoAttention pattern (half of the heads stream), or of a checkpoint whose ``config.json`` has
-    FastDeploy's fields. A path that exists has precedence over a rule. Files are read here.
+    FastDeploy's fields. A path that exists has precedence over a rule.
 
     Raises:
         ConfigError: a setting is unknown, missing, given twice or out of its range, or a file
@@ -86,11 +86,7 @@ def _rule(text: str) -> PolicySource:
 
 
 def _number(name: str, text: str) -> float:
-    """Return the value of a rule's setting.
-
-    Raises:
-        ConfigError: it is not a number of the setting's type and range.
-    """
+    """Return the value of a rule's setting; a ConfigError if of another type or out of range."""
     most = 1 if name == "ratio" else INT32_MAX
     kind = "a number" if name == "ratio" else "an integer"
     try:

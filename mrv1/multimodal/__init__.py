@@ -1,7 +1,4 @@
-"""Images, video and audio as features that an encoder has computed, in place of token embeddings.
-
-A name is imported on first use.
-"""
+"""Images, video and audio as features of an encoder; a name is imported on first use."""
 
 from typing import TYPE_CHECKING
 

@@ -62,14 +62,12 @@ _OTHER_FIELDS = ("grid_thw", "second_per_grid", "bidirectional", "cache_key")
 class MultimodalItem:
     """The features of an image, a video or a piece of audio, which some prompt tokens stand for.
 
-    The prompt has a placeholder token for each row of features: the row replaces the embedding of
-    its token, and everything else about the token stays. An item shares the memory of a tensor or
-    a writable array; a request copies it when it is added, so that it may change afterwards. If it
-    is on a GPU, making the item waits for that GPU once.
+    Each row of features replaces the embedding of a placeholder token; everything else about the
+    token stays. An item shares the memory of a tensor or a writable array; a request copies it
+    when it is added. If it is on a GPU, making the item waits for that GPU once.
 
     Raises:
-        RequestError: a field is not as described; the message names the item by its modality and
-            its start.
+        RequestError: a field is not as described; the message names the item's modality and start.
     """
 
     features: torch.Tensor | FeatureSource | Sequence[FeatureSource]
@@ -130,8 +128,7 @@ class MultimodalItem:
     def content_hash(self) -> bytes:
         """Digest of all that keys and values depend on, except the place in the prompt.
 
-        Computed when it is first needed. Without ``cache_key`` it reads all features, which waits
-        for a GPU that holds them.
+        Lazy. Without ``cache_key`` it reads all features, which waits for a GPU that holds them.
         """
         fields = (self.modality, self.grid_thw, self.second_per_grid, self.bidirectional)
         tensor = self.tensor
@@ -154,17 +151,10 @@ class MultimodalItem:
     def prepared(
         self, hidden_size: int, dtype: torch.dtype, *, pin_memory: bool
     ) -> MultimodalItem:
-        """Return the item with features for a model, and the same ``content_hash``.
+        """Return the item with features for a model and the same hash; itself if it fits.
 
-        An item whose features are already as the model needs them is returned itself.
-
-        Args:
-            hidden_size: the model's hidden size.
-            dtype: the dtype of its embeddings.
-            pin_memory: whether features on the CPU are moved to pinned memory.
-
-        Raises:
-            RequestError: the hidden size differs, or a value is too large for ``dtype``.
+        ``pin_memory`` moves features on the CPU to pinned memory. RequestError: the hidden size
+        differs, or a value is too large for ``dtype``, that of the model's embeddings.
         """
         tensor = self.tensor
         if tensor.shape[1] != hidden_size:
@@ -262,11 +252,7 @@ _FIELDS = ("features", "start", "modality", *_OTHER_FIELDS)
 
 @reading("multimodal", "a list of items")
 def as_items(given: object) -> list[MultimodalItem]:
-    """Return a request's items, each given as an item or as a dict of its fields.
-
-    Raises:
-        RequestError: ``given`` is not a list or None, or an entry is wrong.
-    """
+    """Return a request's items, given as items or dicts of their fields, else a RequestError."""
     if given is None:
         return []
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
@@ -295,8 +281,7 @@ def in_order(
 ) -> tuple[MultimodalItem, ...]:
     """Return a request's items in the order of its prompt.
 
-    Raises:
-        RequestError: an item ends after the prompt, or two items overlap.
+    RequestError: an item ends after the prompt, or two items overlap.
     """
     for item in items:
         if item.end > num_prompt_tokens:
@@ -322,13 +307,8 @@ def check_placeholders(
 ) -> None:
     """Check that items stand at placeholders, and that there is an item for each placeholder.
 
-    Args:
-        items: the request's items, within its prompt.
-        prompt_token_ids: the prompt.
-        placeholders: by modality, the token id that the model has for its features.
-
-    Raises:
-        RequestError: a token of an item is another one, or a placeholder belongs to no item.
+    ``placeholders``: the model's token ids by modality. RequestError: a token of an item is
+    another one, or a placeholder belongs to no item.
     """
     token_ids = np.array(prompt_token_ids)
     is_left = np.isin(token_ids, list(placeholders.values()))

@@ -29,13 +29,9 @@ def visible_ranges(
 ) -> Ranges | None:
     """Return the range of keys that each prompt token sees; None = all tokens are causal.
 
-    Args:
-        items: the request's items; a bidirectional item's tokens see all of the item.
-        attn_mask_offsets: the caller's own ranges, ``[prompt tokens, 2]`` integers; None = none.
-        num_prompt_tokens: length of the prompt.
-
-    Raises:
-        RequestError: the ranges are not as described, or come with a bidirectional item.
+    A bidirectional item's tokens see all of it. ``attn_mask_offsets``: the caller's own ranges,
+    ``[prompt tokens, 2]`` integers; None = none. RequestError: they are not as described, or come
+    with a bidirectional item.
     """
     both_ways = [item for item in items if item.bidirectional]
     if attn_mask_offsets is None and not both_ways:

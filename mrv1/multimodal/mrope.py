@@ -1,11 +1,9 @@
 """M-RoPE: the positions of tokens in time, height and width, from the grids of a prompt's items.
 
 A text token's three positions are equal and one more than the largest side of the grid, or the
-text, before it. An item's tokens lie in a grid of frames, rows and columns; their positions count
-from the position that a text token would have in the place of the first. Output tokens count on
-from the largest position of the prompt.
-
-Positions are stored per item (``MROPE_SPAN_WORDS``), not per token.
+text, before it. An item's tokens lie in a grid of frames, rows and columns, counted from the
+position of a text token in the place of the first. Output tokens count on from the largest
+position of the prompt. Positions are stored per item (``MROPE_SPAN_WORDS``), not per token.
 
 Source: Wang et al., "Qwen2-VL" (2024), section 2.1; ``get_rope_index`` of transformers.
 """
@@ -42,16 +40,10 @@ class MRopePositions:
 def mrope_positions(
     items: Sequence[MultimodalItem], num_prompt_tokens: int, vision: VisionConfig
 ) -> MRopePositions:
-    """Return the positions of a request.
+    """Return the positions of a request, whose items are in the order of its prompt.
 
-    Args:
-        items: the request's items in the order of its prompt, without overlap.
-        num_prompt_tokens: length of the prompt.
-        vision: the model's settings.
-
-    Raises:
-        RequestError: an item has no grid, a grid that does not fit its features or the model, or
-            no place in M-RoPE.
+    RequestError: an item has no grid, a grid that does not fit its features or the model, or no
+    place in M-RoPE.
     """
     spans: list[tuple[int, ...]] = []
     delta = num_positions = 0

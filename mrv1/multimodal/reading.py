@@ -19,16 +19,9 @@ ERROR_LEN = 200
 def reading(argument: str, expected: str) -> Iterator[None]:
     """Turn any exception of a block that only reads a caller's values into a ``RequestError``.
 
-    The values are of classes that nobody here knows: their methods, the file system and torch
-    raise errors of any type. Work of the engine itself is never inside such a block, so that its
-    faults are not taken for a caller's.
-
-    Args:
-        argument: what is read, as the caller names it.
-        expected: what it should be.
-
-    Raises:
-        RequestError: the block failed; the message names ``argument``.
+    It names ``argument`` and what was ``expected``. The values are of unknown classes, whose
+    methods, the file system and torch raise errors of any type. Work of the engine itself is never
+    inside such a block, so that its faults are not taken for a caller's.
     """
     try:
         yield
@@ -45,11 +38,7 @@ def local_path(name: str) -> str:
 
 
 def check_unmasked(argument: str, value: object) -> None:
-    """Refuse an array of numpy with a mask, which nothing here would read.
-
-    Raises:
-        RequestError: it is one.
-    """
+    """Raise a RequestError for an array of numpy with a mask, which nothing here would read."""
     if isinstance(value, np.ma.MaskedArray):
         raise RequestError(f"{argument}: expected an array without a mask, got a masked array")
 
@@ -57,13 +46,8 @@ def check_unmasked(argument: str, value: object) -> None:
 def plain_tensor(argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a caller's tensor without its gradient, conjugate or negative bit.
 
-    Args:
-        argument: the name of the tensor in an error.
-        tensor: its memory is shared, if it has neither bit.
-
-    Raises:
-        RequestError: the tensor is of another class, or not in the memory of a CPU or a GPU as
-            one block of numbers.
+    Its memory is shared, if it has neither bit. RequestError, which names ``argument``: it is of
+    another class, or not in the memory of a CPU or a GPU as one block of numbers.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__

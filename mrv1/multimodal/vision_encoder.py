@@ -36,7 +36,7 @@ class Video:
     """The frames of a video, all of which the model sees."""
 
     frames: object
-    """A uint8 array ``[frames, height, width, 3]``, or a list of images of one size, each as in
+    """Array uint8 ``[frames, height, width, 3]``, or images of one size, as in
     ``VisionEncoder.prompt``."""
     fps: float | None = None
     """Frames for each second of the video; Qwen2.5-VL and Qwen3-VL need it."""
@@ -145,8 +145,7 @@ class VisionEncoder:
             them as text.
 
         Raises:
-            RequestError: an image or a video cannot be read, or there is not one placeholder for
-                each.
+            RequestError: an image or a video cannot be read or has no placeholder of its own.
             ConfigError: the checkpoint's processor of videos cannot be loaded.
         """
         start, end = self._framing
@@ -298,10 +297,9 @@ def encode_images(
     device: str = "auto",
     dtype: Dtype = "auto",
 ) -> dict[str, Any]:
-    """Return a prompt with images for ``LLM.generate``.
+    """Return a prompt with images for ``LLM.generate``; arguments and errors as ``VisionEncoder``.
 
     Loads the checkpoint's vision encoder for this call; a ``VisionEncoder`` is loaded once.
-    Arguments and errors are those of ``VisionEncoder`` and ``VisionEncoder.prompt``.
     """
     encoder = VisionEncoder(model, device=device, dtype=dtype)
     return encoder.prompt(prompt_token_ids, images)
