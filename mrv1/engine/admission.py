@@ -34,12 +34,9 @@ class Admission:
         features: FeaturePool,
         prefix_cache: PrefixCache,
     ) -> None:
-        self.num_prefix_queries = 0
-        """Tokens of admitted requests, looked up in the prefix cache."""
-        self.prefix_hit_tokens = 0
-        """Tokens of ``num_prefix_queries`` that the prefix cache had."""
-        self.num_prefix_waits = 0
-        """Requests that waited for another one to compute a prefix that both have."""
+        self.num_prefix_queries = 0  # tokens of admitted requests, looked up in the prefix cache
+        self.prefix_hit_tokens = 0  # tokens of ``num_prefix_queries`` that the prefix cache had
+        self.num_prefix_waits = 0  # requests that waited for the prefix of another
         self._config = config
         self._slots = slots
         self._features = features

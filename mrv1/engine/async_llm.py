@@ -264,8 +264,7 @@ class _Stream:
         self.has_room = True
         self.is_discarded = False
         self._arrived = asyncio.Event()
-        self._item: RequestOutput | BaseException
-        """What has arrived last."""
+        self._item: RequestOutput | BaseException  # what has arrived last
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """Give the task an output or an error; called in the event loop."""
@@ -297,14 +296,11 @@ class _EngineThread:
         """Calls for the engine's thread; None = stop."""
         self._lock = threading.Lock()
         """Guards ``_num_unfinished``, ``_is_open`` and the entrance of the inbox."""
-        self._num_unfinished = 0
-        """Places taken by requests that wait or run, or are still being made."""
+        self._num_unfinished = 0  # places of requests that wait, run or are being made
         self._is_open = True
-        self._process = os.getpid()
-        """The process of the thread: a forked child has the object, but not the thread."""
+        self._process = os.getpid()  # a forked child has the object, but not its thread
         self._failure: BaseException | None = None
-        self._num_steps = 0
-        """Steps until the failure."""
+        self._num_steps = 0  # steps until the failure
         self._step_end = self._deadline = time.perf_counter()
         """When the last step ended, and until when outputs that have not ended are made."""
         self._thread = threading.Thread(target=self._run, name="mrv1-engine", daemon=True)

@@ -23,8 +23,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.peak_held = 0
-        """Most blocks that were in use at a time."""
+        self.peak_held = 0  # most blocks that were in use at a time
         self.reset()
 
     def reset(self) -> None:
@@ -33,15 +32,11 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._evictable: OrderedDict[int, bytes] = OrderedDict()
         """Cached block -> its digest; least recently used first."""
-        self._quarantine: dict[int, int] = {}
-        """Block -> the step after which it may be allocated."""
+        self._quarantine: dict[int, int] = {}  # block -> the step after which it may be allocated
         self._free = deque(range(num_blocks))  # last: no report counts a block as free twice
-        self._used_until: dict[int, int] = {}
-        """Block in use -> the newest step of a request that used the block and has freed it."""
-        self._released = -1
-        """The newest step that is over."""
-        self._cached: dict[bytes, int] = {}
-        """Digest of a prefix -> the last block of the prefix."""
+        self._used_until: dict[int, int] = {}  # block in use -> the newest step of a former user
+        self._released = -1  # the newest step that is over
+        self._cached: dict[bytes, int] = {}  # digest of a prefix -> the last block of the prefix
         self._digests: list[bytes | None] = [None] * num_blocks
         """[num_blocks] the inverse of ``_cached``."""
         self.watch(())

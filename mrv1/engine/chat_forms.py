@@ -72,12 +72,10 @@ class Probe:
     def __init__(self, messages: Sequence[ChatMessage], *, keep_texts: bool = False) -> None:
         self.keep_texts = keep_texts
         self.num_words = 0
-        self.words: dict[str, list[str]] = {}
-        """Role -> the words in its contents."""
+        self.words: dict[str, list[str]] = {}  # role -> the words in its contents
         self.arguments: list[tuple[str, str]] = []
         """Name and value of the one argument of each tool call."""
-        self.has_parts: set[str] = set()
-        """Roles with a list of parts as a content."""
+        self.has_parts: set[str] = set()  # roles with a list of parts as a content
         self.refused = Forms()
         """First forms that the template refuses in its own words, or the forms as given."""
         self.messages = [self._message(message) for message in messages]

@@ -95,11 +95,9 @@ class EngineCore:
         self.scheduler = Scheduler(scheduler_config, self._speculation)
         self.maker = RequestMaker(config, self.runner)
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
-        self._changed: list[Request] = []
-        """Requests for ``step`` to return; if an exception ends it, the next call returns them."""
+        self._changed: list[Request] = []  # for ``step`` to return, maybe in its next call
         self._is_changing = False
-        self._lost: StepError | None = None
-        """The error that lost the device: the driver refuses every call after it."""
+        self._lost: StepError | None = None  # lost the device: the driver refuses later calls
         self._num_added = 0
         self._counts = LoopCounts(
             num_steps=0, num_prompt_tokens=0, grammar_waits=0, host_seconds=0.0, wait_seconds=0.0

@@ -34,8 +34,7 @@ class NgramIndex:
             length: {} for length in range(longest, shortest - 1, -1)
         }
         """Length -> sequence -> place after its last occurrence that another token follows."""
-        self._newest: tuple[int, ...] = ()
-        """The last ``longest`` tokens."""
+        self._newest: tuple[int, ...] = ()  # the last ``longest`` tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens; a sequence is entered once the token after it is known."""
@@ -75,15 +74,12 @@ class Drafter:
     """Proposes the drafts of one request, and rests while too few of them are accepted."""
 
     def __init__(self, config: SpeculativeConfig, prompt: Sequence[int]) -> None:
-        self.gain = min(START_GAIN, config.num_tokens)
-        """Moving average of accepted drafts per step with drafts."""
+        self.gain = min(START_GAIN, config.num_tokens)  # mean accepted drafts per step
         self._index = NgramIndex(*config.lookup_lengths)
         self._index.extend(prompt)
-        self._num_known = 0
-        """Tokens of the output that the index has."""
+        self._num_known = 0  # tokens of the output that the index has
         self._rest = FIRST_REST
-        self._rests_until = 0
-        """Tokens of the output from which on the request has drafts again."""
+        self._rests_until = 0  # tokens of the output from which on the request has drafts again
 
     def propose(self, output: Sequence[int], count: int) -> tuple[int, ...]:
         """Return ``count`` drafts after an output, which has only grown, or none."""

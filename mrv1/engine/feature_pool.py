@@ -17,8 +17,7 @@ class _Entry:
 
     rows: tuple[range, ...]
     num_rows: int
-    num_users: int = 0
-    """How many items of running requests have these features and some tokens not computed yet."""
+    num_users: int = 0  # items of running requests with these features that are not computed
 
 
 class FeaturePool:
@@ -31,8 +30,7 @@ class FeaturePool:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.num_held = 0
-        """Rows that items of running requests hold."""
+        self.num_held = 0  # rows that items of running requests hold
         self.reset()
 
     def reset(self) -> None:
@@ -45,16 +43,13 @@ class FeaturePool:
         """Entries without users, least recently used first."""
         self._items: dict[Request, list[MultimodalItem]] = {}
         """The items that each running request holds, in order."""
-        self._users: dict[Request, None] = {}
-        """Running requests that have yet to compute tokens of items, by their first chunk."""
-        self._staged: list[StagedFeatures] = []
-        """Items to be staged before the step that is being planned."""
+        self._users: dict[Request, None] = {}  # with items yet to compute, by their first chunk
+        self._staged: list[StagedFeatures] = []  # for the step that is being planned
         self.start_step()
 
     def start_step(self) -> None:
         """Begin to plan a step."""
-        self._lacks_rows = False
-        """Whether an item of a request got no rows in the step: later arrivals then wait."""
+        self._lacks_rows = False  # an item got no rows in the step: later arrivals wait
 
     @property
     def has_users(self) -> bool:

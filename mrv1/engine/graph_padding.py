@@ -37,10 +37,8 @@ an 8B layer run at 750 TFLOP/s or more on an H100, as with 4,096 tokens."""
 class Padding:
     """The sizes of the graphs with prompts, and how much padding is worth another step."""
 
-    sizes: tuple[int, ...]
-    """Prompt tokens of the graphs, in rising order."""
-    worth_a_step: int
-    """Least padding, in tokens, that costs more time than a further step."""
+    sizes: tuple[int, ...]  # prompt tokens of the graphs, in rising order
+    worth_a_step: int  # least padding, in tokens, that costs more time than a further step
 
     @classmethod
     def for_runner(cls, runner: ModelRunner) -> Self | None:

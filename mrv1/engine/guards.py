@@ -81,10 +81,8 @@ class Turns:
         self._lock = threading.RLock()  # a plain lock would block a nested call for ever
         self._owner: int | None = None
         self._waiting: set[int] = set()
-        self.reports = threading.RLock()
-        """For calls that take no turn, as they only read: held while they read."""
-        self.is_reporting = False
-        """Whether the thread that holds ``reports`` reads now."""
+        self.reports = threading.RLock()  # for calls that only read, and take no turn
+        self.is_reporting = False  # whether the thread that holds ``reports`` reads now
 
     @property
     def is_mine(self) -> bool:

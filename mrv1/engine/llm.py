@@ -104,8 +104,7 @@ class LLM:
         )
         if self._defaults.description:
             logger.info("%s", self._defaults.description)
-        self.shared = SharedEngine(core, self._tokenizer)
-        """The engine as the threads share it."""
+        self.shared = SharedEngine(core, self._tokenizer)  # the engine as the threads share it
         self._turns = self.shared.turns
         self._images = ImageEncoder()
 

@@ -24,12 +24,9 @@ class PrefixWaits:
         self._slots = slots
         self._block_size = block_size
         self._least_blocks = max(-(-least_tokens // block_size), 1)
-        self._computing: dict[bytes, Request] = {}
-        """Digest of a block -> the running request that computes or has computed it."""
-        self._waiters: dict[Request, list[tuple[Request, int]]] = {}
-        """Running request -> those that wait for it, each with the tokens that they share."""
-        self._leaders: dict[Request, Request] = {}
-        """Request that waits -> the request that it waits for."""
+        self._computing: dict[bytes, Request] = {}  # digest of a block -> who computes it
+        self._waiters: dict[Request, list[tuple[Request, int]]] = {}  # each with the tokens shared
+        self._leaders: dict[Request, Request] = {}  # waiting request -> the one it waits for
 
     def __len__(self) -> int:
         """Return how many requests wait."""

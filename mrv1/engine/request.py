@@ -32,92 +32,58 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Status(enum.Enum):
     """The state of a request."""
 
-    WAITING = enum.auto()
-    """Without slot and blocks: new, or preempted."""
-    RUNNING = enum.auto()
-    """With a slot and blocks."""
-    FINISHED = enum.auto()
-    """Ended; its slot and blocks are freed."""
+    WAITING = enum.auto()  # without slot and blocks: new, or preempted
+    RUNNING = enum.auto()  # with a slot and blocks
+    FINISHED = enum.auto()  # ended; its slot and blocks are freed
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
     """The engine's record of one request; only the scheduler changes it."""
 
-    req_id: RequestId
-    """Unique among unfinished requests: a follower's is a tuple, which no caller's name equals."""
+    req_id: RequestId  # unique; a follower's is a tuple, unlike callers' names
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
-    seed: int
-    """64-bit key of the request's noise."""
-    child: int = 0
-    """Index among the ``n`` outputs of the caller's request."""
-    leader: Request | None = None
-    """The request of the first output; None if this is the first."""
-    followers: tuple[Request, ...] = ()
-    """The requests of the other outputs; empty if this is not the first."""
-    max_total_tokens: int
-    """Prompt and output tokens at which the request ends with ``"length"``."""
-    unsplittable: tuple[tuple[int, int], ...] = ()
-    """Spans ``[start, end)`` of the prompt, ascending, each computed within one step."""
-    multimodal: tuple[MultimodalItem, ...] = ()
-    """Items whose features replace embeddings of the prompt, ascending by their start."""
-    attn_mask_offsets: Int32Array | None = None
-    """[prompt tokens, 2] the range of keys that each prompt token sees; None = causal."""
+    seed: int  # 64-bit key of the request's noise
+    child: int = 0  # index among the ``n`` outputs of the caller's request
+    leader: Request | None = None  # the request of the first output; None if this is the first
+    followers: tuple[Request, ...] = ()  # of the other outputs
+    max_total_tokens: int  # prompt and output tokens at which the request ends with ``"length"``
+    unsplittable: tuple[tuple[int, int], ...] = ()  # ascending spans of a step each
+    multimodal: tuple[MultimodalItem, ...] = ()  # ascending by their start
+    attn_mask_offsets: Int32Array | None = None  # [prompt tokens, 2] keys seen; None = causal
     key_spans: tuple[KeySpan, ...] = ()
     """Spans of the prompt whose K and V depend on more than tokens, such as an item's features."""
-    cache_key: bytes = b""
-    """Anything but tokens that K and V depend on: only requests with equal keys share prefixes."""
-    priority: int = 0
-    """Requests with a lower value run first, under the policy ``priority``."""
-    fairness_id: str = ""
-    """The caller's key: requests of one priority take turns by it, under that policy."""
-    has_waited: bool = False
-    """Whether the request has waited for another one to compute a prefix that both have."""
-    arrival_time: float = field(default_factory=time.perf_counter)
-    """Seconds on the ``time.perf_counter`` clock."""
+    cache_key: bytes = b""  # what K and V depend on but tokens; equal for common prefixes
+    priority: int = 0  # requests with a lower value run first, under the policy ``priority``
+    fairness_id: str = ""  # the caller's key, by which requests of one priority take turns
+    has_waited: bool = False  # for another one to compute a common prefix
+    arrival_time: float = field(default_factory=time.perf_counter)  # seconds
     first_token_time: float | None = None
     finish_time: float | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    output_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One entry per output token, if requested."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Entries for the prompt tokens from the second on, in order, if requested."""
+    output_logprobs: list[TokenLogprobs] = field(default_factory=list)  # per token, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # from the second token
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | tuple[int, ...] | None = None
-    """The caller's stop token id, stop string or stop sequence that ended the request."""
+    stop_reason: int | str | tuple[int, ...] | None = None  # ending token, string or sequence
     error: Mrv1Error | None = None
-    banned_token_sequences: tuple[tuple[int, ...], ...] = ()
-    """The bad words as token sequences: encoded by the tokenizer, or given as tokens."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Every token that ends the request; end-of-sequence tokens too, unless ``ignore_eos``."""
-    late_token_ids: tuple[int, ...] = ()
-    """The caller's stop tokens and all end-of-sequence tokens: not drawn before ``min_tokens``."""
-    ending_token_ids: tuple[int, ...] = ()
-    """``stop_token_ids``, and the last token of each stop sequence."""
-    asks_logprobs: bool = field(init=False)
-    """Whether the request asks for log-probabilities of output or prompt tokens."""
-    matcher: GrammarMatcher | None = field(init=False)
-    """Follows the output of a request with a grammar; None without a grammar."""
-    slot: int = -1
-    """Slot while the request runs; else -1."""
+    banned_token_sequences: tuple[tuple[int, ...], ...] = ()  # the bad words as tokens
+    stop_token_ids: tuple[int, ...] = ()  # end-of-sequence too, unless ``ignore_eos``
+    late_token_ids: tuple[int, ...] = ()  # stop tokens and end-of-sequence before ``min_tokens``
+    ending_token_ids: tuple[int, ...] = ()  # ``stop_token_ids``, last tokens of stop sequences
+    asks_logprobs: bool = field(init=False)  # of output or prompt tokens
+    matcher: GrammarMatcher | None = field(init=False)  # None without a grammar
+    slot: int = -1  # slot while the request runs; else -1
     epoch: int = -1
-    block_ids: list[list[int]] = field(default_factory=list)
-    """Per head group, the ids of its logical blocks; -1 = out of the window and freed."""
-    block_digests: list[bytes] = field(default_factory=list)
-    """Digests of its leading full blocks, as far as they are computed."""
-    num_cached_tokens: int = 0
-    """Tokens of the prefix hit when the request was last admitted."""
+    block_ids: list[list[int]] = field(default_factory=list)  # per group; -1 = freed
+    block_digests: list[bytes] = field(default_factory=list)  # leading full blocks, so far
+    num_cached_tokens: int = 0  # tokens of the prefix hit when the request was last admitted
     num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    """Drafts that steps have verified."""
-    num_accepted_tokens: int = 0
-    """Drafts among them that were accepted."""
-    drafter: Drafter | None = None
-    """Proposes its drafts; None before the first look for some, and once the request has ended."""
-    prompt_array: InitVar[Int32Array | None] = None
-    """[prompt tokens] ``prompt_token_ids`` as an array; None = the request makes it."""
+    num_draft_tokens: int = 0  # drafts that steps have verified
+    num_accepted_tokens: int = 0  # drafts among them that were accepted
+    drafter: Drafter | None = None  # None before its first use and after the end
+    prompt_array: InitVar[Int32Array | None] = None  # [prompt tokens]; None = made here
     _prompt: Int32Array = field(init=False, repr=False)
 
     def __post_init__(self, prompt_array: Int32Array | None) -> None:

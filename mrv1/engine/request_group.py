@@ -108,12 +108,9 @@ class _Completion:
             start=start,
         )
         self._logprobs: list[dict[int, Logprob]] = []
-        self._totals = [0.0]
-        """[len(_logprobs) + 1] sums of the log-probabilities of the first output tokens."""
-        self._num_searched = 0
-        """Output tokens that were searched for stop strings."""
-        self._last: CompletionOutput | None = None
-        """The output of a request that has ended."""
+        self._totals = [0.0]  # [len(_logprobs) + 1] sums over the first output tokens
+        self._num_searched = 0  # output tokens that were searched for stop strings
+        self._last: CompletionOutput | None = None  # the output of a request that has ended
 
     def find_stop(self) -> tuple[str, int] | None:
         request, output = self._request, self._request.output_token_ids

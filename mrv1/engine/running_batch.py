@@ -26,24 +26,17 @@ NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
 class ScheduledRows:
     """The rows of a step; shared by the steps that follow until a request joins or leaves."""
 
-    version: int
-    """``RunningBatch.version`` of these rows."""
+    version: int  # ``RunningBatch.version`` of these rows
     requests: tuple[Request, ...]
     req_ids: tuple[RequestId, ...]
-    index: Int64Array
-    """[rows] slots as int64, with which numpy indexes fastest."""
+    index: Int64Array  # [rows] slots as int64, with which numpy indexes fastest
     slots: Int32Array
     epochs: Int32Array
-    ones: Int32Array
-    """[rows] one token per row."""
-    ending_token_ids: frozenset[int]
-    """Tokens that may end at least one of the requests."""
-    any_logprobs: bool
-    """Whether any of the requests asks for log-probabilities."""
-    logprob_rows: tuple[int, ...] | None
-    """Rows that ask for log-probabilities of outputs; None = some ask for those of prompts."""
-    any_grammars: bool
-    """Whether any of the requests has a grammar."""
+    ones: Int32Array  # [rows] one token per row
+    ending_token_ids: frozenset[int]  # tokens that may end at least one of the requests
+    any_logprobs: bool  # whether any of the requests asks for log-probabilities
+    logprob_rows: tuple[int, ...] | None  # that ask for those of outputs; None = some of prompts
+    any_grammars: bool  # whether any of the requests has a grammar
 
     @classmethod
     def from_requests(cls, requests: Iterable[Request], version: int) -> ScheduledRows:
@@ -89,17 +82,12 @@ class LaunchedStep:
     step_id: int
     rows: ScheduledRows
     num_scheduled_tokens: Int32Array
-    ends: Int64Array
-    """[rows] tokens that are computed after the step."""
-    samples: BoolArray
-    """[rows] whether the row computes its last token, known or pending, and samples the next."""
+    ends: Int64Array  # [rows] tokens that are computed after the step
+    samples: BoolArray  # [rows] whether it computes its last token, and samples the next
     all_sample: bool
-    num_left: int
-    """Steady steps that may follow; 0 unless all running requests are rows of it and sample."""
-    last_rows: list[int]
-    """Rows whose request ends by length with the token of this step; not set with drafts."""
-    draft_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Drafts of each row; () = no row has any. Until the result has come, ``ends`` counts them."""
+    num_left: int  # steady steps that may follow; 0 unless all running requests sample in it
+    last_rows: list[int]  # whose request ends by length with this step; not set with drafts
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()  # of each row; () = none
 
     @property
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
@@ -137,15 +125,11 @@ class NextStep:
     ends: Int64Array
     """[rows] tokens that are computed after the step, drafts included. Until the step is launched
     some rows may have no tokens: their ends are the tokens that are computed already."""
-    continued: LaunchedStep | None
-    """For a steady step, the step before it; else None."""
+    continued: LaunchedStep | None  # for a steady step, the step before it; else None
     new_blocks: NewBlocks
-    entering: Sequence[Request] = ()
-    """Requests that get a slot."""
-    is_starved: bool = False
-    """Whether running requests lack blocks: nobody else gets any."""
-    draft_token_ids: tuple[tuple[int, ...], ...] = ()
-    """Drafts of each row; () = no row has any."""
+    entering: Sequence[Request] = ()  # requests that get a slot
+    is_starved: bool = False  # whether running requests lack blocks: nobody else gets any
+    draft_token_ids: tuple[tuple[int, ...], ...] = ()  # drafts of each row; () = no row has any
 
 
 class RunningBatch:
@@ -157,14 +141,10 @@ class RunningBatch:
     """
 
     def __init__(self, pools: HeadPools, slots: SlotTable, prefix_cache: PrefixCache) -> None:
-        self.requests: dict[RequestId, Request] = {}
-        """By request id, in order of arrival."""
-        self.version = 0
-        """How often a request has joined or left."""
-        self.newest: LaunchedStep | None = None
-        """The step launched last, in flight or not."""
-        self._without_token: set[Request] = set()
-        """Running requests without a first token."""
+        self.requests: dict[RequestId, Request] = {}  # by request id, in order of arrival
+        self.version = 0  # how often a request has joined or left
+        self.newest: LaunchedStep | None = None  # the step launched last, in flight or not
+        self._without_token: set[Request] = set()  # running requests without a first token
         self._pools = pools
         self._slots = slots
         self._prefix_cache = prefix_cache

@@ -54,20 +54,15 @@ class Scheduler:
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_steps_in_flight = config.max_steps_in_flight
         self.num_preemptions = 0
-        self.num_stale_outputs = 0
-        """Stale rows: dropped because their request had ended or been preempted."""
-        self.wasted_tokens = 0
-        """Tokens scheduled in stale rows."""
-        self.num_nan_rows = 0
-        """Rows that failed because of NaN in their logits."""
+        self.num_stale_outputs = 0  # dropped rows, whose request had ended or been preempted
+        self.wasted_tokens = 0  # tokens scheduled in stale rows
+        self.num_nan_rows = 0  # rows that failed because of NaN in their logits
         self.num_finished = 0
-        self.num_generated_tokens = 0
-        """Tokens that were appended to a request."""
+        self.num_generated_tokens = 0  # tokens that were appended to a request
         self.features = FeaturePool(config.num_feature_rows)
         self._config = config
         self._speculation = speculation
-        self._requests: dict[RequestId, Request] = {}
-        """Unfinished requests by id, in order of arrival."""
+        self._requests: dict[RequestId, Request] = {}  # unfinished, in order of arrival
         self._eos_token_ids = tuple(sorted(set(config.eos_token_ids)))
         self._next_step_id = 0
         self._slots = SlotTable(config.max_num_seqs, [group for group, _ in self.pools.streaming])
@@ -83,15 +78,12 @@ class Scheduler:
         self.features.reset()
         self._budget = StepBudget(self._config, self._slots)
         self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
-        self.running = self._batch.requests
-        """Running requests by id, in order of arrival."""
+        self.running = self._batch.requests  # running requests by id, in order of arrival
         self.admission.start(self.pools, self._batch)
         self.waiting = self.admission.waiting
         self._in_flight: deque[LaunchedStep] = deque()
-        self._finished: list[int] = []
-        """Slots of requests that ended since the last plan."""
-        self._preempted: list[int] = []
-        """Slots of requests that were preempted since the last plan."""
+        self._finished: list[int] = []  # slots of requests that ended since the last plan
+        self._preempted: list[int] = []  # slots preempted since the last plan
 
     # --- requests -------------------------------------------------------------------------
 
@@ -265,8 +257,7 @@ class Scheduler:
         """
         batch, slots, budget = self._batch, self._slots, self._budget
         budget.share()
-        claimed, is_starved = 0, False
-        """Blocks for the tokens of the requests so far."""
+        claimed, is_starved = 0, False  # blocks for the tokens of the requests so far
         ends: dict[RequestId, int] = {}
         for request in self._in_order():
             if request.req_id not in self.running:

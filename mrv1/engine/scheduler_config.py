@@ -16,37 +16,22 @@ from mrv1.runner import ModelRunner
 class SchedulerConfig:
     """The parameters of a ``Scheduler``."""
 
-    num_blocks: Sequence[int]
-    """Blocks of each head group."""
-    block_size: int
-    """Tokens per block."""
-    max_num_seqs: int
-    """Most requests that run at the same time."""
-    max_num_batched_tokens: int
-    """Most tokens of a step."""
-    keeps: Sequence[Visible] = (FULL,)
-    """The window and sink of each group's blocks; groups without a window first."""
-    eos_token_ids: Sequence[int] = ()
-    """End-of-sequence tokens."""
-    max_steps_in_flight: int = 2
-    """Most plans that await their output."""
-    enable_prefix_caching: bool = False
-    """Whether blocks are kept for requests that begin with the same tokens."""
-    custom_masks: tuple[str, ...] = ()
-    """Names of features that may mask tokens of every request, for errors."""
-    num_feature_rows: int = 0
-    """Rows of the runner's buffer for the features of multimodal items."""
+    num_blocks: Sequence[int]  # blocks of each head group
+    block_size: int  # tokens per block
+    max_num_seqs: int  # most requests that run at the same time
+    max_num_batched_tokens: int  # most tokens of a step
+    keeps: Sequence[Visible] = (FULL,)  # window and sink of each group; without a window first
+    eos_token_ids: Sequence[int] = ()  # end-of-sequence tokens
+    max_steps_in_flight: int = 2  # most plans that await their output
+    enable_prefix_caching: bool = False  # keep blocks for requests with the same prefix
+    custom_masks: tuple[str, ...] = ()  # features that may mask tokens, for errors
+    num_feature_rows: int = 0  # rows of the runner's buffer for the features of multimodal items
     scheduling_policy: SchedulingPolicyName = "fcfs"
-    long_prefill_token_threshold: int = 0
-    """Most tokens of a request in a step; 0 = no limit."""
-    max_mixed_prefill_tokens: int | None = None
-    """Most prompt tokens of a step with decodes; None = no limit."""
-    padding: Padding | None = None
-    """Sizes of the graphs that run steps with prompts; None = no step is padded."""
-    least_shared_tokens: int = LEAST_SHARED_TOKENS
-    """Tokens of a common prefix for which a request waits."""
-    drafts_beside_logprobs: bool = True
-    """Whether steps with log-probabilities may have drafts."""
+    long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 = no limit
+    max_mixed_prefill_tokens: int | None = None  # prompt tokens beside decodes; None = any
+    padding: Padding | None = None  # graphs of steps with prompts; None = not padded
+    least_shared_tokens: int = LEAST_SHARED_TOKENS  # for which a request waits
+    drafts_beside_logprobs: bool = True  # whether steps with log-probabilities may have drafts
 
     @classmethod
     def for_runner(

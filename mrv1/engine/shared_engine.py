@@ -29,12 +29,9 @@ class SharedEngine:
         self._core: EngineCore | None = core
         self._is_closed = False
         self._is_changing = False
-        self._groups: dict[str, RequestGroup] = {}
-        """Requests whose last output has not been delivered, by id."""
-        self._undelivered: dict[str, RequestGroup] = {}
-        """Changed requests of ``add``: the next ``step`` returns their outputs."""
-        self._awaited: dict[str, RequestGroup] = {}
-        """Changed requests of ``add_awaited``, whose callers will take their outputs."""
+        self._groups: dict[str, RequestGroup] = {}  # last output not delivered, by id
+        self._undelivered: dict[str, RequestGroup] = {}  # changed, for ``step`` to return
+        self._awaited: dict[str, RequestGroup] = {}  # changed, for their callers to take
         self._given_up: deque[str] = deque()
         """Requests to be aborted: their ``generate`` or ``stream`` has ended before them."""
         self._ids = itertools.count()

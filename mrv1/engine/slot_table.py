@@ -18,24 +18,17 @@ class SlotTable:
         def column() -> Int64Array:
             return np.zeros(num_slots, dtype=np.int64)
 
-        self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)
-        """How often each slot has been given back."""
-        self.num_tokens = column()
-        """Known and pending tokens."""
-        self.num_computed = column()
-        """Tokens whose K and V are written once the launched steps are over."""
+        self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)  # times freed
+        self.num_tokens = column()  # known and pending tokens
+        self.num_computed = column()  # tokens with K and V once the launched steps are over
         self.max_computed = column()
         """One less than the tokens at which the request ends: its last token is never computed."""
-        self.capacity = column()
-        """Tokens for which the request has blocks."""
-        self.num_landed = column()
-        """Tokens whose K and V were written by steps that are over and succeeded."""
-        self.num_cached_blocks = column()
-        """Leading blocks that were offered to the prefix cache."""
+        self.capacity = column()  # tokens for which the request has blocks
+        self.num_landed = column()  # tokens whose K and V steps that are over and succeeded wrote
+        self.num_cached_blocks = column()  # leading blocks that were offered to the prefix cache
         self.first_live = {group: column() for group in streaming_groups}
         """Group with a window -> the first logical block after the sink that is not freed yet."""
-        self.free = deque(range(num_slots))
-        """Slots without a request, in the order in which they are taken."""
+        self.free = deque(range(num_slots))  # in the order in which they are taken
 
     def give_back(self, slot: int) -> None:
         """Make a slot free; its next request has another epoch."""

@@ -16,8 +16,7 @@ class Speculation:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        self.num_drafts = 0
-        """Rows with drafts, each of one request in one step."""
+        self.num_drafts = 0  # rows with drafts, each of one request in one step
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
 

@@ -17,8 +17,7 @@ class TokenRoom:
     """The prompt tokens that a step with decodes may still have, all its chunks together."""
 
     def __init__(self, num_tokens: int) -> None:
-        self.num_left = num_tokens
-        """Below 0 if the first chunk had to have more."""
+        self.num_left = num_tokens  # below 0 if the first chunk had to have more
         self._has_chunk = False
 
     @property
@@ -67,8 +66,7 @@ class StepBudget:
         self._padding = config.padding
         self._block_size = config.block_size
         self._slots = slots
-        self._limited: list[Request] = []
-        """Running requests with a long prompt that got fewer than the threshold's tokens."""
+        self._limited: list[Request] = []  # long prompts that got fewer tokens than the threshold
         self._promise: tuple[Request, int] | None = None
         """The request whose unsplittable span has too few tokens left in this step, and the
         tokens of the span."""
@@ -76,17 +74,13 @@ class StepBudget:
 
     def start(self, num_tokens: int) -> None:
         """Begin a step whose running requests want ``num_tokens`` tokens, if nothing limits it."""
-        self.num_left = self._max_tokens - num_tokens
-        """Tokens that no request has taken; below 0 if the running requests want too many."""
-        self.room: TokenRoom | None = None
-        """Prompt tokens that the step may still have; None = any number."""
+        self.num_left = self._max_tokens - num_tokens  # of no request; < 0: too many are wanted
+        self.room: TokenRoom | None = None  # prompt tokens that the step may still get; None = any
         promised, self._promise = self._promise, None
         if promised is not None and promised[0].finished:
             promised = None
-        self.promised = promised
-        """The request that the step before has promised tokens, and their number."""
-        self.is_short = self.num_left < 0 or promised is not None
-        """Whether running requests may not get all the tokens that they want."""
+        self.promised = promised  # request with a promise of the step before, and its tokens
+        self.is_short = self.num_left < 0 or promised is not None  # some may get too few
 
     def limit_chunks(
         self, counts: npt.NDArray[np.integer], prompt_tokens: Callable[[int, int], int]
@@ -111,8 +105,7 @@ class StepBudget:
         self.num_left = self._max_tokens
         self._num_kept = 0 if self.promised is None else self.promised[1]
         """Tokens that are kept for the request that was promised them, until it takes them."""
-        self._for_long = self._threshold
-        """Tokens that are left for requests with a long prompt, together."""
+        self._for_long = self._threshold  # tokens left for requests with a long prompt, together
         if self.room is not None:
             self._for_long = min(self._for_long, max(self.room.num_left // 2, self._block_size))
 

@@ -18,17 +18,12 @@ from mrv1.sampler import GrammarMatcher
 class StepResult:
     """The requests of a step, by outcome."""
 
-    sampled: Sequence[Request]
-    """Requests that got a token, in the order of rows."""
-    num_tokens: int
-    """Tokens that were appended to requests."""
+    sampled: Sequence[Request]  # requests that got a token, in the order of rows
+    num_tokens: int  # tokens that were appended to requests
     failed: list[Request]
-    ended: dict[Request, FinishReason]
-    """Requests that have to be finished, failed requests first."""
-    succeeded: BoolArray | None
-    """[rows] whether the request still had its slot and did not fail; None = true for all."""
-    num_nan_rows: int
-    """Rows that failed because of NaN in their logits."""
+    ended: dict[Request, FinishReason]  # requests that have to be finished, failed requests first
+    succeeded: BoolArray | None  # [rows] still had its slot and did not fail; None = all
+    num_nan_rows: int  # rows that failed because of NaN in their logits
 
 
 def take_output(

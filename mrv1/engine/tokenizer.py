@@ -60,16 +60,12 @@ class Tokenizer:
         """
         self._path = path
         self._tokenizer: Any = None
-        self._byte_tokens: list[int] = []
-        """[256] token of each single byte, in vocabularies with byte fallback; else empty."""
+        self._byte_tokens: list[int] = []  # [256] by byte, with byte fallback; else empty
         self._byte_of_token: dict[int, int] = {}
-        self._gives_text: dict[int, bool] = {}
-        """Token -> whether it gives text, as ``_text_tokens`` has found out."""
-        self._token_texts: dict[int, str] = {}
-        """Token -> its text, as ``decode_token`` has found out."""
+        self._gives_text: dict[int, bool] = {}  # token -> whether it gives text, as found
+        self._token_texts: dict[int, str] = {}  # token -> its text, as found
         self._skips_special = True
-        self._joined: frozenset[int] = frozenset()
-        """Added tokens: no space is written between two of them."""
+        self._joined: frozenset[int] = frozenset()  # added tokens without a space between two
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
         if path is None or not Checkpoint.at(path).has_tokenizer:
             return
@@ -396,14 +392,10 @@ class Decoded(NamedTuple):
     """The progress of a ``Detokenizer``."""
 
     text: str = ""
-    num_tokens: int = 0
-    """Tokens of the output seen."""
-    window: tuple[int, ...] = ()
-    """The last tokens of prompt and output, which are decoded again."""
-    decoded: str = ""
-    """The window as text."""
-    num_shown: int = 0
-    """Characters of ``decoded`` that are part of the prompt's text or of ``text``."""
+    num_tokens: int = 0  # tokens of the output seen
+    window: tuple[int, ...] = ()  # the last tokens of prompt and output, which are decoded again
+    decoded: str = ""  # the window as text
+    num_shown: int = 0  # characters of ``decoded`` that are part of the text
 
 
 class Detokenizer:
@@ -479,12 +471,9 @@ class OutputText:
         self._sequences = () if include_stop else tuple(stop_token_sequences)
         # Where a stop sequence may begin, the shown text is shorter than the searched text.
         self._shown = Detokenizer(tokenizer, start) if self._sequences else self._searched
-        self._num_searched = 0
-        """Characters before which no stop string begins."""
-        self._num_ignored = 0
-        """Characters of the first ``min_tokens - 1`` tokens: no stop string ends within them."""
-        self._stopped: tuple[str, str] | None = None
-        """The stop string that was found, and the text up to it."""
+        self._num_searched = 0  # characters before which no stop string begins
+        self._num_ignored = 0  # characters before which no stop string ends, by ``min_tokens``
+        self._stopped: tuple[str, str] | None = None  # stop string found, and the text up to it
 
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
         """Return the first stop string that was found in the output; None = none was found.

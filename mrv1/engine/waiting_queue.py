@@ -26,8 +26,7 @@ class WaitingQueue(OrderedDict[RequestId, Request]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: dict[Request, list[Request]] = {}
-        """Request -> its followers, which are held back until its prompt is computed."""
+        self.held: dict[Request, list[Request]] = {}  # followers, until the prompt is computed
 
     def peek(self) -> Request:
         """Return the request to be admitted next."""
@@ -80,8 +79,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self.requests: OrderedDict[RequestId, Request] = OrderedDict()
-        self.credit = QUANTUM
-        """Tokens that it may still have computed in its turn; < 0 = a debt."""
+        self.credit = QUANTUM  # tokens that it may still have computed in its turn; < 0 = a debt
 
 
 class PriorityQueue(WaitingQueue):
@@ -95,12 +93,9 @@ class PriorityQueue(WaitingQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lanes: dict[int, OrderedDict[str, _Lane]] = {}
-        """Priority -> its fairness ids; the first one has the turn."""
-        self._sizes: dict[int, int] = {}
-        """Priority -> number of its waiting requests, if there are any."""
-        self._priorities: list[int] = []
-        """Heap of the keys of ``_sizes``, and of keys that it has no more."""
+        self._lanes: dict[int, OrderedDict[str, _Lane]] = {}  # by priority; the first has the turn
+        self._sizes: dict[int, int] = {}  # priority -> its waiting requests, if any
+        self._priorities: list[int] = []  # heap of the keys that ``_sizes`` has or had
 
     def peek(self) -> Request:
         """Return the first request of the id that has the turn, at the lowest priority value."""

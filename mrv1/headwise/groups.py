@@ -14,20 +14,13 @@ from mrv1.kernels.cache.kv_layout import HeadRole
 class HeadGroup:
     """KV heads, across layers, that share block ids."""
 
-    keeps: Visible
-    """The part of a context that the group's blocks keep; its heads see this part, or less."""
-    num_heads: tuple[int, ...]
-    """[layers] heads of the group in each layer."""
-    offset: int
-    """First column of its segment of a block-table row."""
-    width: int
-    """Columns of the segment."""
-    max_blocks: int
-    """Logical blocks of the longest request."""
-    sink_blocks: int = 0
-    """Columns of the sink, in front of the ring."""
-    ring_blocks: int = 0
-    """Columns of the ring, which blocks use in turns; 0 = no ring: column i is logical block i."""
+    keeps: Visible  # what the blocks keep of a context; heads see this, or less
+    num_heads: tuple[int, ...]  # [layers] heads of the group in each layer
+    offset: int  # first column of its segment of a block-table row
+    width: int  # columns of the segment
+    max_blocks: int  # logical blocks of the longest request
+    sink_blocks: int = 0  # columns of the sink, in front of the ring
+    ring_blocks: int = 0  # columns that blocks use in turns; 0 = column i is logical block i
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,10 @@ TokenIds = npt.NDArray[np.int64]
 class RecallLines:
     """The parts of facts and questions, as token ids of one tokenizer."""
 
-    remember: tuple[int, ...]
-    """Tokens in front of a fact's key."""
-    recall: tuple[int, ...]
-    """Tokens in front of a question's key."""
-    end: tuple[int, ...]
-    """Tokens that follow every value."""
-    words: TokenIds
-    """[num_words] one token per word, for keys and values."""
+    remember: tuple[int, ...]  # tokens in front of a fact's key
+    recall: tuple[int, ...]  # tokens in front of a question's key
+    end: tuple[int, ...]  # tokens that follow every value
+    words: TokenIds  # [num_words] one token per word, for keys and values
 
     def fact(self, key: int, value: int) -> TokenIds:
         """Return the tokens of a fact."""
@@ -45,12 +41,9 @@ class RecallLines:
 class RecallPrompt:
     """One prompt and the places of its answers."""
 
-    tokens: TokenIds
-    """[num_tokens]."""
-    answers: TokenIds
-    """[num_facts] index in ``tokens`` of each answer: the logits one token earlier predict it."""
-    is_filler: npt.NDArray[np.bool_]
-    """[num_tokens] whether a token belongs to the filler."""
+    tokens: TokenIds  # [num_tokens]
+    answers: TokenIds  # [num_facts] index in ``tokens``: the logits before it predict it
+    is_filler: npt.NDArray[np.bool_]  # [num_tokens] whether a token belongs to the filler
 
 
 def recall_prompt(

@@ -29,12 +29,9 @@ MAX_POSITIONS = 2**30
 class MRopePositions:
     """The positions of one request's tokens."""
 
-    spans: npt.NDArray[np.int32]
-    """``[spans, MROPE_SPAN_WORDS]``."""
-    delta: int
-    """Added to an output token's place in the request; the sum is its position."""
-    num_positions: int
-    """One more than the largest position of the prompt."""
+    spans: npt.NDArray[np.int32]  # ``[spans, MROPE_SPAN_WORDS]``
+    delta: int  # added to an output token's place in the request; the sum is its position
+    num_positions: int  # one more than the largest position of the prompt
 
 
 def mrope_positions(

@@ -82,10 +82,8 @@ class VisionEncoder:
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype_name(dtype), config.torch_dtype, self.device)
         self._processor, self._encoder, self._framing = self._load()
-        self._video_processor: Any = None
-        """Loaded for the first video: it needs torchvision."""
-        self._tokenizer: Any = None
-        """Loaded for the first video with text between its frames."""
+        self._video_processor: Any = None  # loaded for the first video: it needs torchvision
+        self._tokenizer: Any = None  # loaded for the first video with text between its frames
 
     def _load(self) -> tuple[Any, Any, tuple[int, int]]:
         """Return the image processor, the encoder, and the tokens around an image."""
