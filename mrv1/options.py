@@ -33,11 +33,7 @@ Options = ParamSpec("Options")
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, as one line.
-
-    Python does not keep the docstrings of fields, so this function reads them from the source.
-    A class without its source has no docstrings.
-    """
+    """Return each field's docstring as one line, read from the source; none without a source."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:
@@ -57,10 +53,9 @@ def field_docs(cls: type) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values that an option takes, beside its type: ``Annotated[int, Range(...)]``.
+    """The values that an option takes, beside its type, and None if the type has it.
 
-    None is a value too where the type has it. (Python evaluates a class's annotations where a
-    lambda sees no global name: take a function.)
+    Python evaluates a class's annotations where a lambda sees no global name: take a function.
     """
 
     expected: str
@@ -121,10 +116,9 @@ FLAG = instances(bool, "True or False")
 def check_fields(
     options: object, error: Callable[[str], Exception], prefix: str = "", only: str | None = None
 ) -> None:
-    """Raise ``error`` with a message unless every field of a dataclass, or one, is in its ranges.
+    """Raise ``error`` unless every field of a dataclass, or one, is in its type's ranges.
 
-    The ranges of a field are those that its type names, in their order. Without one, a bool is
-    True or False, and a ``Literal`` one of its values.
+    Without a range, a bool is True or False, and a ``Literal`` one of its values.
     """
     cls: type = type(options)
     for name, takes_none, ranges in _ranges(cls):
@@ -203,10 +197,7 @@ def documented(cls: Class) -> Class:
 def takes(
     options: Callable[Options, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
-    """Declare that the parameters of a method are the fields of a dataclass.
-
-    ``inspect`` and type checkers see these parameters, and the method's docstring lists them.
-    """
+    """Let a dataclass's fields be a method's parameters, for ``inspect``, types and docstring."""
 
     def declare(method: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
         described: Any = method

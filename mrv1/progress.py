@@ -29,13 +29,7 @@ UseTqdm = bool | Callable[..., Bar]
 def progress_bar(
     *columns: str | ProgressColumn, visible: bool = True, transient: bool = True
 ) -> Progress:
-    """Return a progress bar that is shown where stderr is a terminal.
-
-    Args:
-        columns: columns of the bar; none = rich's default columns.
-        visible: False = show no bar, not even on a terminal.
-        transient: whether the bar is erased when it ends.
-    """
+    """Return a bar, shown if ``visible`` on a terminal; ``transient``: erased when it ends."""
     console = Console(stderr=True)
     return Progress(
         *columns,
@@ -51,12 +45,9 @@ def counting_items(
 ) -> Iterator[Callable[[int], object]]:
     """Show how many items are done inside; yield the function that counts more of them.
 
-    Args:
-        use_tqdm: True = a bar of ``progress_bar``, but only in the main thread, because a terminal
-            has room for one bar; a class = its bar, in every thread and wherever stderr goes.
-        description: text before the bar.
-        total: number of items.
-        visible: False = show no bar of ``progress_bar``.
+    ``use_tqdm`` True is a bar of ``progress_bar``, shown if ``visible``, but only in the main
+    thread: a terminal has room for one. A class is its bar, in every thread and wherever stderr
+    goes.
     """
     if callable(use_tqdm):
         bar = use_tqdm(total=total, desc=description)

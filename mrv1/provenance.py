@@ -19,8 +19,7 @@ UNKNOWN = "unknown"
 def git_commit() -> str:
     """Return the commit of the checkout mrv1 runs from, or ``"unknown"`` outside of one.
 
-    ``-dirty`` is appended when tracked files differ from it. An installed copy inside another
-    project's checkout is not that project's commit.
+    ``-dirty`` is appended when tracked files differ. Another project's checkout does not count.
     """
     root = Path(mrv1.__file__).resolve().parents[1]
     if git(root, "rev-parse", "--show-toplevel") != str(root):
@@ -51,12 +50,7 @@ def version_of(package: str) -> str | None:
 
 
 def provenance(device: torch.device, commit: str | None) -> dict[str, object]:
-    """Return the fields of a result that say where and from which source it was measured.
-
-    Args:
-        device: the measured device.
-        commit: commit of the source; None asks git.
-    """
+    """Return a result's device, and the commit of its source; None asks git."""
     info = device_info(device)
     return {
         "device": {

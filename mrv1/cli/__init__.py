@@ -1,7 +1,4 @@
-"""The ``mrv1`` command: generate, chat, calibrate, policy, compile, doctor, bench.
-
-Modules of commands import torch, so each is imported when its command runs.
-"""
+"""The ``mrv1`` command, whose subcommands import torch and so are imported when they run."""
 
 from __future__ import annotations
 

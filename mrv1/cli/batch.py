@@ -54,11 +54,7 @@ class Line:
 
 
 def read_input(path: Path) -> bytes:
-    """Return the content of a file, or of stdin.
-
-    Raises:
-        ConfigError: the file, or stdin, cannot be read.
-    """
+    """Return the content of a file, or of stdin; ConfigError: it cannot be read."""
     try:
         return _read_stdin() if path == STANDARD else path.read_bytes()
     except OSError as error:
@@ -167,19 +163,11 @@ def _token_id(key: str) -> int:
 def run_batch(
     llm: LLM, lines: Sequence[Line], write: Callable[[str], object], usage: Usage
 ) -> dict[int, Mrv1Error]:
-    """Generate for all lines at once and write their results in the order of the input.
+    """Generate for all lines at once; return each failed line's number and error.
 
-    A result is written as soon as all results before it are written. So an interruption loses a
-    finished result only if an earlier line is unfinished.
-
-    Args:
-        llm: the engine that generates.
-        lines: requests, and lines with errors.
-        write: is called with each result, one line of text.
-        usage: counts tokens and times.
-
-    Returns:
-        Line number -> error, for the lines that failed.
+    Results are written in the order of the input, each as soon as those before it are: an
+    interruption loses a finished result only if an earlier line is unfinished. ``write`` is called
+    with each result, one line of text; ``usage`` counts tokens and times.
     """
     errors: dict[int, Mrv1Error] = {}
     records: dict[int, dict[str, Any]] = {}

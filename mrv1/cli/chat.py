@@ -73,11 +73,7 @@ class Session:
     last: Answer | None = None
 
     def set_system(self, text: str | None) -> None:
-        """Set the system message; the conversation goes on.
-
-        Raises:
-            RequestError: the template has no place for it; the former message stays.
-        """
+        """Set the system message; RequestError: the template has no place, the former stays."""
         former, self.system = self.system, text
         try:
             self.llm.chat_prompt(
@@ -90,11 +86,8 @@ class Session:
     def answer(self, text: str) -> None:
         """Write the answer to a message to stdout as it comes.
 
-        Ctrl-C ends it, and the conversation then has what was written. A message that failed, or
-        was stopped before a text came, is not part of the conversation.
-
-        Raises:
-            Mrv1Error: the message was refused, or the request failed.
+        Ctrl-C ends it, and the conversation has what was written, but no message that failed or
+        was stopped before a text came. Mrv1Error: the message was refused, or the request failed.
         """
         self.turns.append({"role": "user", "content": text})
         written = ""
@@ -148,11 +141,7 @@ def _answer(output: RequestOutput) -> Answer | None:
 
 @contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list inside; a second one raises ``KeyboardInterrupt``.
-
-    An answer that ends between two steps leaves the prefix cache as it is; an interrupt within a
-    step would empty it.
-    """
+    """Collect Ctrl-C in a list; a second raises. A step goes on: the prefix cache stays valid."""
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -281,11 +270,7 @@ def chat(
 
 
 def _obey(session: Session, name: str, rest: str) -> bool:
-    """Run a command; return whether the conversation goes on.
-
-    Raises:
-        RequestError: there is no such command, or the template refuses the system message.
-    """
+    """Run a command; return whether the chat goes on; RequestError: unknown, or refused."""
     match name.strip():
         case "exit":
             return False

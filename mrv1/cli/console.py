@@ -67,14 +67,10 @@ def show_table(table: RenderableType) -> None:
 
 @contextmanager
 def writing(file: TextIO, name: str) -> Iterator[None]:
-    """End the command with a one-line error if a write to ``file`` fails inside.
+    """End the command with a one-line error if a write to ``file`` (``name``) fails inside.
 
-    A pipe that nobody reads any more ends the command silently: typer handles that error.
-
-    Args:
-        file: written to and flushed inside; closed after a failure, as otherwise Python would
-            write its buffer once more at exit, and fail again.
-        name: the file's name in the error.
+    A pipe that nobody reads any more ends it silently, by typer. After a failure ``file`` is
+    closed: Python would write its buffer once more at exit, and fail again.
     """
     try:
         yield
@@ -114,8 +110,8 @@ def one_line_errors() -> Iterator[None]:
 def second_interrupt_ends() -> Iterator[None]:
     """End the process at the second Ctrl-C inside, with exit code 130 and no traceback.
 
-    The first Ctrl-C raises ``KeyboardInterrupt``, as always. A thread waits for the second, so
-    that it ends the process even while the main thread waits for a device.
+    The first raises ``KeyboardInterrupt``, as always. A thread waits for the second, as the main
+    thread may wait for a device.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -1,7 +1,4 @@
-"""``mrv1 generate``: one prompt, or a JSONL file of prompts.
-
-The engine is imported when it generates, so that the help needs no torch.
-"""
+"""``mrv1 generate``: one prompt, or a JSONL file of prompts. The help needs no torch."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ MAX_TOKENS = 128
 
 
 def sampling_options(max_tokens: int, of_what: str = "") -> FieldsOf:
-    """Return the options for ``SamplingParams`` that printed text shows the effect of.
-
-    The other fields are for --input lines only, as are those whose values no option can hold.
-    """
+    """Return options whose effect printed text shows; --input lines may give the other fields."""
     return FieldsOf(
         cls=SamplingParams,
         panel="Sampling",
@@ -201,11 +195,7 @@ def _generate_batch(
 
 
 def _opened(output_file: Path) -> AbstractContextManager[TextIO]:
-    """Return --output, open for writing; stdout stays open at the end.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Return --output, open for writing, stdout for good; ConfigError: it cannot be written."""
     if output_file == STANDARD:
         with writing_stdout():  # a closed one fails here
             return nullcontext(sys.stdout)

@@ -28,9 +28,9 @@ MODEL_HELP = (
 class FieldsOf:
     """Annotation of a command's parameter that becomes one option per field of a dataclass.
 
-    The command gets a dict of the options that have a value. An option takes its name, default and
-    help from its field and the field's docstring, and the dataclass checks the value. A field
-    without a docstring takes the help of the ``EngineConfig`` field of the same name.
+    The command gets a dict of the options that have a value, which the dataclass checks. An
+    option's help is its field's docstring, else that of the ``EngineConfig`` field of the same
+    name.
     """
 
     cls: type
@@ -59,11 +59,7 @@ class FieldsOf:
         ]
 
     def _option(self, parameter: inspect.Parameter, text: str) -> inspect.Parameter:
-        """Return a field as an option.
-
-        Raises:
-            TypeError: a value of its type cannot be given on a command line.
-        """
+        """Return a field as an option; TypeError: a command line has no values of its type."""
         name, default = parameter.name, parameter.default
         option = self.names.get(name, name.replace("_", "-"))
         kind: Any = _without_none(parameter.annotation)
@@ -104,11 +100,7 @@ class FieldsOf:
         )
 
     def values(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of the fields, without options whose value is None or empty.
-
-        Raises:
-            ConfigError: a mapping is not given as a JSON object.
-        """
+        """Return the values, without None and empty ones; ConfigError: a mapping is not JSON."""
         values = {}
         kinds = {each.name: _without_none(each.annotation) for each in parameters(self.cls)}
         for name, value in given.items():
@@ -122,11 +114,7 @@ class FieldsOf:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function as a typer command.
-
-    Its parameters that ``FieldsOf`` annotates become options, and an error that mrv1 raises on
-    purpose becomes one line.
-    """
+    """Return a function as a typer command: ``FieldsOf`` becomes options, an error one line."""
     signature = inspect.signature(function, eval_str=True)
     options: list[inspect.Parameter] = []
     groups: dict[str, tuple[FieldsOf, list[str]]] = {}
@@ -156,11 +144,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def counts(name: str, text: str) -> tuple[int, ...]:
-    """Return the comma-separated numbers of a text.
-
-    Raises:
-        ConfigError: a part is not a number.
-    """
+    """Return the comma-separated numbers of a text; ConfigError: a part is not a number."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"{name}: expected counts such as 1,256, got {text!r}")
@@ -168,11 +152,7 @@ def counts(name: str, text: str) -> tuple[int, ...]:
 
 
 def _json_object(name: str, text: str) -> dict[str, object]:
-    """Return the JSON object of a text.
-
-    Raises:
-        ConfigError: the text is something else.
-    """
+    """Return the JSON object of a text; ConfigError: the text is something else."""
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -132,15 +132,10 @@ def compare(
 
 
 def _read(source: str | None, model: str | None, given: HeadPolicy | None = None) -> HeadPolicy:
-    """Return a policy, checked against the model if there is one.
+    """Return a policy (``given``, if read already), checked against the model if there is one.
 
-    Args:
-        source: names the policy; None = the policy that the model would run with.
-        model: names the model.
-        given: the policy, if it has been read already.
-
-    Raises:
-        ConfigError: the policy cannot be read, does not fit the model, or needs one.
+    ``source`` names it; None = the one that the model would run with. ConfigError: it cannot be
+    read, does not fit the model, or needs one.
     """
     if model is not None:
         options: dict[str, Any] = {} if source is None else {"head_policy": source}

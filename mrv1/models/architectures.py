@@ -8,8 +8,8 @@ from typing import Literal
 from mrv1.models.vision import VideoTime
 
 NormOrder = Literal["before", "after", "both"]
-"""Where a layer's RMS norms are: of the input of attention and of the MLP, of their outputs before
-these are added to the residual stream, or of both."""
+"""Where a layer's RMS norms are: at the input of attention and MLP, at their outputs, or at
+both."""
 
 QKNormKind = Literal["none", "head", "vector"]
 """RMS norms of queries and keys: of each head by itself, or of all heads as one vector."""
@@ -17,10 +17,7 @@ QKNormKind = Literal["none", "head", "vector"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one family uses the common decoder.
-
-    A bias is True, False, or the name of the checkpoint setting that decides.
-    """
+    """How one family uses the common decoder. A text names a checkpoint's setting."""
 
     model_type: str
     """``model_type`` in config.json, which is used if ``architectures`` is absent."""

@@ -35,22 +35,15 @@ class AttentionBackend(Protocol):
         query_lens: npt.NDArray[np.int32] | None,
         seq_lens: npt.NDArray[np.int32] | None,
     ) -> None:
-        """Prepare for the layers of one step.
+        """Prepare for the layers of one step, which all get ``batch``.
 
-        Args:
-            batch: the batch that every layer of the step will get.
-            caches: the caches of the layers.
-            query_lens: ``[num_reqs]``, tokens of each row; None while a graph is captured.
-            seq_lens: ``[num_reqs]``, the host's copy of ``batch.seq_lens``; None while a graph is
-                captured.
+        ``query_lens`` and ``seq_lens`` are the host's copies, ``[num_reqs]``: the tokens of each
+        row, and ``batch.seq_lens``. They are None while a graph is captured.
         """
         ...
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Return a layer's attention output for the queries ``[num_tokens, q_heads, head_dim]``.
-
-        The keys and values of the batch's own tokens are in the cache already.
-        """
+        """Attend from ``[tokens, q_heads, head_dim]``; the cache has their keys already."""
         ...
 
 
@@ -72,17 +65,11 @@ class _Planned:
 class KernelBackend:
     """Attention by ``ops.paged_decode_attention`` and ``ops.paged_prefill_attention``.
 
-    The kernels read lengths and tables on the device. Rows of one token are decoded and other
-    rows prefilled, also in a step that has both: the two launches then run side by side on a GPU,
-    so that neither waits for the last programs of the other. Without ``plan``, every layer of a
-    decode step makes its own plan, and all rows of a step that has both are prefilled.
-
-    Args:
-        ops: the ops that ``select_ops`` returned for the device.
-        num_q_heads: query heads of every layer.
-        dtype: dtype of the queries.
-        softmax_scale: factor of the scores.
-        deterministic: whether a token's result must depend on its prefix alone.
+    The kernels read lengths and tables on the device. Rows of one token are decoded and other rows
+    prefilled, on a GPU side by side in a step that has both, so that neither launch waits for the
+    last programs of the other. Without ``plan``, every layer of a decode step makes its own plan,
+    and all rows of a step that has both are prefilled. With ``deterministic``, a token's result
+    depends on its prefix alone.
     """
 
     def __init__(
@@ -164,10 +151,7 @@ class KernelBackend:
     ) -> tuple[LaunchChoice, ...]:
         """Return what decides on the kernels of a causal prefill, for each layout of the layers.
 
-        Args:
-            caches: the caches of the layers.
-            max_query_len: tokens of the longest row.
-            num_tokens: tokens of all rows but those of one token.
+        ``num_tokens`` leaves out the rows of one token.
         """
         if self._deterministic:  # one kernel for all
             return ()
@@ -180,12 +164,7 @@ class KernelBackend:
     def masked_choices(
         self, caches: Sequence[LayerCache], max_query_len: int
     ) -> tuple[PrefillAttentionConfig, ...]:
-        """Return what decides on the kernels of a prefill whose tokens have ranges of keys.
-
-        Args:
-            caches: the caches of the layers.
-            max_query_len: tokens of the longest row.
-        """
+        """Return what decides on the kernels of a prefill whose tokens have ranges of keys."""
         return tuple(
             choose_config(self._layer(cache), max_query_len, has_offsets=True)
             for cache in {id(cache.layout): cache for cache in caches}.values()
@@ -219,10 +198,7 @@ class KernelBackend:
 
     @contextmanager
     def _beside_decodes(self) -> Iterator[None]:
-        """Launch on a stream of its own, after all that the current stream has so far.
-
-        ``_join`` lets the current stream wait for it. Nothing may be allocated inside.
-        """
+        """Launch on a stream of its own, until ``_join``. Nothing may be allocated inside."""
         if self._beside is None:
             yield
             return

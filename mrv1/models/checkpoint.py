@@ -69,9 +69,6 @@ class Checkpoint:
 
     This class reads a directory with ``config.json`` and safetensors files, ``GGUFCheckpoint`` a
     GGUF file.
-
-    Args:
-        path: the directory or the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,19 +88,11 @@ class Checkpoint:
         return GGUFCheckpoint(path) if is_gguf else Checkpoint(path)
 
     def raw_config(self) -> dict[str, Any]:
-        """Return ``config.json``; of a GGUF file an empty dict.
-
-        Raises:
-            ConfigError: the file is not valid.
-        """
+        """Return ``config.json``, of a GGUF file {}; ConfigError: the file is not valid."""
         return read_json(self.path / "config.json")
 
     def hf_config(self) -> PretrainedConfig:
-        """Return the configuration as transformers' class of the family.
-
-        Raises:
-            ConfigError: it cannot be read or is not supported; the message lists every reason.
-        """
+        """Return the family's transformers configuration; one ConfigError lists all problems."""
         from transformers import AutoConfig  # takes seconds to import: only loading pays for it
 
         raise_problems(self.where, support_problems(self.raw_config()))
@@ -118,11 +107,8 @@ class Checkpoint:
     def generation_config(self, source: str | Path | None = "auto") -> tuple[Path, dict[str, Any]]:
         """Return a ``generation_config.json`` and its content, which is empty without a file.
 
-        Args:
-            source: ``EngineConfig.generation_config``: the checkpoint's own file, or a directory.
-
-        Raises:
-            ConfigError: ``source`` is a directory without such a file, or the file is not valid.
+        ``source`` is ``EngineConfig.generation_config``: the checkpoint's own file, or a
+        directory. ConfigError: that directory has no such file, or the file is not valid.
         """
         is_own = source in ("auto", "vllm", None)
         try:
@@ -149,9 +135,7 @@ class Checkpoint:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the tokenizer as an object of transformers.
 
-        Raises:
-            ConfigError: the files cannot be loaded, ask for code of the checkpoint, or contradict
-                one another.
+        ConfigError: the files cannot be loaded, ask for code of the checkpoint, or conflict.
         """
         try:
             return self._tokenizer()
@@ -167,9 +151,8 @@ class Checkpoint:
     def scan(self, *, has_vision: bool = False) -> Scan:
         """Return the tensors of the checkpoint and every problem found.
 
-        Args:
-            has_vision: there is a vision encoder, whose tensors are left out; the others get the
-                names of a text model alone.
+        With ``has_vision``, the vision encoder's are left out and others renamed as a text
+        model's.
         """
         scan = self._scan()
         if not has_vision:
@@ -185,11 +168,9 @@ class Checkpoint:
         tensors: Mapping[str, StoredTensor],
         parts: Mapping[str, tuple[slice, ...]] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the values of each tensor, on the CPU, file by file.
+        """Yield the name and the values of each tensor of ``scan``, on the CPU, file by file.
 
-        Args:
-            tensors: some tensors of ``scan``.
-            parts: slices of some of them, of which only that part is read.
+        Of a tensor in ``parts``, only that slice is read.
         """
         names_of_file: dict[Path, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
@@ -203,13 +184,9 @@ class Checkpoint:
                         yield name, opened.get_tensor(tensors[name].name)
 
     def tensors(self, prefixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the values of each tensor, on the CPU.
+        """Yield the name and the values of each tensor, or of those with a prefix, on the CPU.
 
-        Args:
-            prefixes: only tensors whose name begins with one of these.
-
-        Raises:
-            ConfigError: a file is missing or unreadable; one message lists everything found.
+        ConfigError: a file is missing or unreadable; one message lists everything found.
         """
         scan = self.scan()
         raise_problems(self.where, scan.problems)
@@ -220,15 +197,9 @@ class Checkpoint:
     ) -> torch.Tensor:
         """Return the static scales of an fp8 cache, as calibration tools store them.
 
-        A scale is a dequantisation multiplier, ``x ~ q * scale``, of a whole layer or of a KV
-        head.
-
-        Returns:
-            ``[layers, 2, kv_heads]`` float32 on the CPU: the scales of keys, then of values.
-
-        Raises:
-            ConfigError: a scale is missing, misshaped or not a positive number; one message lists
-                everything found.
+        They are ``[layers, 2, kv_heads]`` float32 on the CPU, of keys, then of values:
+        dequantisation multipliers, ``x ~ q * scale``, of a whole layer or of a KV head. One
+        ConfigError lists all that are missing, misshaped or not positive numbers.
         """
         scan = self.scan(has_vision=has_vision)
         problems = list(scan.problems)
@@ -318,11 +289,7 @@ class Checkpoint:
 
     @contextmanager
     def _open(self, file: Path) -> Iterator[Any]:
-        """Open a file, memory-mapped: a tensor is read when it is asked for.
-
-        Raises:
-            ConfigError: the file is missing, truncated or of another format.
-        """
+        """Open a file, memory-mapped; ConfigError: missing, truncated or of another format."""
         try:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 yield opened
@@ -336,10 +303,7 @@ def _text_names(stored_names: Iterable[str]) -> dict[str, str]:
 
 
 def scale_names(layer: int, part: str) -> tuple[str, ...]:
-    """Return the names that a scale of an fp8 cache may have; ``part`` is ``"k"`` or ``"v"``.
-
-    compressed-tensors writes the first name; vLLM and ModelOpt write the others.
-    """
+    """Return the names that tools give the scale of ``part``, ``"k"`` or ``"v"``."""
     attention = f"model.layers.{layer}.self_attn"
     return (
         f"{attention}.{part}_scale",
@@ -349,11 +313,7 @@ def scale_names(layer: int, part: str) -> tuple[str, ...]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's shard.
-
-    Raises:
-        ConfigError: the index is not valid.
-    """
+    """Return the name of each tensor's shard; ConfigError: the index is not valid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) and Path(shard).name == shard for shard in weight_map.values()

@@ -38,11 +38,7 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and options of one decoder-only model.
-
-    Raises:
-        ConfigError: sizes that contradict each other or that the kernels do not take.
-    """
+    """Shape and options of a decoder-only model; ConfigError: sizes contradict or do not fit."""
 
     architecture: str
     """Key of ``mrv1.models.architectures.ARCHITECTURES``."""
@@ -124,14 +120,10 @@ class ModelConfig:
     def from_pretrained(
         cls, path: str | Path, *, generation_config: str | Path | None = "auto"
     ) -> ModelConfig:
-        """Read the configuration of a model: whatever ``EngineConfig.model`` may be.
+        """Read the configuration of a model, which is whatever ``EngineConfig.model`` may be.
 
-        Only files of the checkpoint are read, and no code of the checkpoint runs.
-
-        Args:
-            path: the model.
-            generation_config: where to read end-of-sequence tokens from in addition to
-                config.json, as in ``EngineConfig``.
+        No code of the checkpoint runs. ``generation_config`` says, as in ``EngineConfig``, where
+        to read end-of-sequence tokens from in addition to config.json.
 
         Raises:
             ConfigError: the checkpoint or one of its files cannot be read, or the model is not
@@ -156,9 +148,8 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:
-        """Return the configuration that a transformers (>= 5) config object describes.
+        """Return the configuration of a transformers (>= 5) config object.
 
-        Raises:
-            ConfigError: the model is not supported; the message lists every reason.
+        ConfigError: the model is not supported; the message lists every reason.
         """
         return cls(**model_fields(hf_config))

@@ -27,8 +27,7 @@ class DecoderModel:
 
     Args:
         config: the model's shape and options; of several ranks, ``ParallelContext.shard``'s.
-        weights: as ``load_weights`` or ``random_weights`` return them; the model runs on their
-            device and in their dtype.
+        weights: the model runs on their device and in their dtype.
         ops: the ops that ``select_ops`` returned for that device.
         parallel: this rank among the tensor-parallel ranks; None = a single rank.
         deterministic: whether a token's results must depend on its own request alone.
@@ -131,10 +130,7 @@ class DecoderModel:
         return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
 
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the embeddings of the batch's tokens, and the rope of their positions.
-
-        A rank has some rows of the embedding: those of other ranks are added to its zeros.
-        """
+        """Embed the tokens, summed over the ranks, as each has some rows; look up their rope."""
         ids, embed, is_foreign = batch.input_ids, self.weights.embed, None
         if self._parallel.size > 1:
             ids = ids - self._parallel.rank * len(embed)
@@ -156,8 +152,8 @@ class DecoderModel:
     def _norms_ahead(self, hidden: torch.Tensor) -> bool:
         """Return whether a residual sum is normed at once, not by the product that reads it.
 
-        The product of one token norms its input at no cost; with more tokens, every program would
-        repeat the norms. With ``deterministic``, one token is computed as several tokens are.
+        The product norms one token at no cost; with more tokens, every program would repeat the
+        norms. With ``deterministic``, one token is computed as several tokens are.
         """
         return hidden.shape[0] > 1 or self.deterministic
 
@@ -177,10 +173,7 @@ class DecoderModel:
         bias: torch.Tensor | None = None,
         **fused: Any,  # noqa: ANN401 - arguments of linear
     ) -> torch.Tensor:
-        """Return ``x @ weight.T + bias`` and what else ``linear`` is asked for.
-
-        All products with weights, however these are stored, are computed here.
-        """
+        """Return ``x @ weight.T + bias`` and ``linear``'s extras, however weights are stored."""
         return self._ops.linear(x, weight.dense(), bias, deterministic=self.deterministic, **fused)
 
     def _linear(
@@ -191,10 +184,7 @@ class DecoderModel:
         next_weight: Weight,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """Return ``activation(norm(hidden) @ weight.T + bias)``; x is from ``_norm_ahead``.
-
-        Meanwhile ``next_weight``, of the next projection, is prefetched into the GPU's cache.
-        """
+        """Return ``activation(norm(x) @ weight.T + bias)``; prefetch ``next_weight`` meanwhile."""
         return self._multiply(
             x,
             weight,
@@ -216,9 +206,7 @@ class DecoderModel:
         """Add ``out_norm(x @ weight.T + bias)``, summed over the ranks, to ``hidden`` in place.
 
         No kernel norms a product before it is added: a layer with ``out_norm`` needs more of them.
-
-        Returns:
-            ``hidden`` as ``_norm_ahead`` returns it with ``next_norm``.
+        Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``.
         """
         eps = self.config.rms_norm_eps
         next_norm = next_norm if self._norms_ahead(hidden) else None
@@ -252,11 +240,7 @@ class DecoderModel:
         rope: Rope,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Norm and rotate queries and keys; store keys and values; return the queries.
-
-        The kernel norms heads. Where all heads are one vector, it takes queries and keys that are
-        normed already.
-        """
+        """Norm (unless all heads are one vector), rotate and store; return the queries."""
         config, norm = self.config, None
         if layer.q_norm is not None and layer.k_norm is not None:
             if config.qk_norm == "head":

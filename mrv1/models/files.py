@@ -11,11 +11,7 @@ from mrv1.errors import ConfigError
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``.
-
-    Raises:
-        ConfigError: the file cannot be read, is not JSON, or is not an object.
-    """
+    """Return the JSON object in ``path``; ConfigError: unreadable, or something else in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
@@ -26,10 +22,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refusal(error: Exception) -> str:
-    """Return why transformers cannot load a part of a checkpoint.
-
-    It asks for ``trust_remote_code`` where a part needs Python code that lies in the checkpoint.
-    """
+    """Return why transformers cannot load a part of a checkpoint: perhaps it needs Python code."""
     if "trust_remote_code" in str(error):
         return "expected classes of transformers, got auto_map: no code of a checkpoint is run"
     return str(error)

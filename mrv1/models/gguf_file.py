@@ -96,13 +96,9 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16}
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Return a GGUF file; the last one stays open, as reading a vocabulary takes a second.
+    """Return a GGUF file, given any file of a split model.
 
-    Args:
-        path: the file, or any file of a split model.
-
-    Raises:
-        ConfigError: a file of the model cannot be read, or its architecture is not supported.
+    The last one stays open, as reading a vocabulary takes a second. ConfigError: as ``GGUFFile``.
     """
     match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
     files: tuple[Path, ...] = (path,)
@@ -127,13 +123,9 @@ def _open(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GGUFF
 
 
 class GGUFFile:
-    """An open GGUF file, memory-mapped: a tensor is read and dequantized when it is asked for.
+    """An open GGUF file, or all files of a split model; a tensor is dequantized when asked for.
 
-    Args:
-        files: the file, or all files of a split model.
-
-    Raises:
-        ConfigError: a file cannot be read, is no model, or its architecture is not supported.
+    ConfigError: a file cannot be read, is no model, or its architecture is not supported.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -222,8 +214,7 @@ class GGUFFile:
     def config(self) -> PretrainedConfig:
         """Return the model's configuration as transformers' class of the family.
 
-        Raises:
-            ConfigError: a setting is missing or wrong, or the model has a feature that mrv1 lacks.
+        ConfigError: a setting is missing or wrong, or the model has a feature that mrv1 lacks.
         """
         from transformers import AutoConfig
 
@@ -386,11 +377,7 @@ class GGUFFile:
 
 
 def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
-    """Return gguf's reader of a file, made faster and careful; only GGUF files need the package.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
+    """Return gguf's reader of a file, faster and careful; ConfigError: it cannot be read."""
     try:
         from gguf import GGUFReader, GGUFValueType
     except ImportError as error:
@@ -485,9 +472,6 @@ def _is_supported(kind: Any) -> bool:  # noqa: ANN401 - gguf's GGMLQuantizationT
 def _unpermuted(
     values: np.ndarray[Any, np.dtype[np.float32]], num_heads: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return rows in Hugging Face's order: a head's even rows in llama.cpp's order come first.
-
-    llama.cpp rotates the pairs (2i, 2i + 1) of a llama head, Hugging Face (i, i + head_dim / 2).
-    """
+    """Return a head's rows so that (i, i + head_dim / 2) rotate; llama.cpp: (2i, 2i + 1)."""
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

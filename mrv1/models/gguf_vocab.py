@@ -133,11 +133,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The text of each token; none where the file has no vocabulary.
-
-        Raises:
-            ConfigError: it is not a list of different texts.
-        """
+        """The tokens' texts; none without a vocabulary. ConfigError: a text comes twice."""
         tokens = self._list(TOKENS, str, [])
         tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(tokens)]
         if len(set(tokens)) < len(tokens):
@@ -147,11 +143,7 @@ class Vocabulary:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The tokens that end a text, a turn or a message: by their ids, and by their texts.
-
-        Raises:
-            ConfigError: as ``tokens``, or the id of a token is no integer.
-        """
+        """Tokens that end a text, turn or message; ConfigError: as ``tokens``, or a bad id."""
         ids = [self._id(name) for name in ("eos", "eot", "eom")]
         for name, texts in _FIM_ENDS.items():
             by_id = self._id(name)
@@ -159,11 +151,7 @@ class Vocabulary:
         return list(dict.fromkeys(i for i in ids + self._named(_ENDS) if i is not None))
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return a tokenizer of transformers that tokenizes as llama.cpp does.
-
-        Raises:
-            ConfigError: the vocabulary is of a kind that mrv1 does not know, or damaged.
-        """
+        """Return the tokenizer, equal to llama.cpp's; ConfigError: unknown kind, or damage."""
         from tokenizers import AddedToken, processors
         from transformers import PreTrainedTokenizerFast  # takes a second
 
@@ -290,10 +278,7 @@ class Vocabulary:
         return self._list("tokenizer.ggml.token_type", int, [_NORMAL] * len(self.tokens))
 
     def _is_word(self, index: int) -> bool:
-        """Return whether text becomes this token without a word about it in the file.
-
-        Any vocabulary may have ``</s>`` as a part of HTML.
-        """
+        """Return whether text becomes this unmarked token; ``</s>`` may be a part of HTML."""
         text = self.tokens[index]
         if self._kinds[index] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
             return False
@@ -308,11 +293,7 @@ class Vocabulary:
         return [index for index in found if not self._is_word(index)]
 
     def _id(self, name: str) -> int | None:
-        """Return the id of a special token, if the file names one of the vocabulary.
-
-        Raises:
-            ConfigError: its value is no integer.
-        """
+        """Return the id of a special token that the file names; ConfigError: it is no integer."""
         key, num_tokens = f"tokenizer.ggml.{name}_token_id", len(self.tokens)
         default = _LLAMA_IDS.get(name) if self._model == _LLAMA else None
         for index in (self._metadata.get(key), default):

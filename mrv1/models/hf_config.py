@@ -1,7 +1,4 @@
-"""Converts a transformers configuration object to the fields of ``ModelConfig``.
-
-transformers (>= 5) has already translated older files to its present names, rope settings too.
-"""
+"""A transformers (>= 5) configuration, already translated, as ``ModelConfig``'s fields."""
 
 from __future__ import annotations
 
@@ -57,11 +54,7 @@ def _only_kv_cache(quantization: object) -> bool:
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:
-    """Return the key in ``ARCHITECTURES``; without ``architectures``, ``model_type`` decides.
-
-    Raises:
-        ConfigError: the architecture is not supported.
-    """
+    """Return the key in ``ARCHITECTURES``, if need be by ``model_type``; ConfigError: none."""
     listed, model_type = raw.get("architectures"), raw.get("model_type")
     for name, architecture in ARCHITECTURES.items():
         if listed == [name] or (not listed and architecture.model_type == model_type):
@@ -73,11 +66,7 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
 
 
 def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has its own class
-    """Return ``ModelConfig``'s fields for the transformers config object ``hf``.
-
-    Raises:
-        ConfigError: the model is not supported; the message lists every reason.
-    """
+    """Return ``ModelConfig``'s fields; ConfigError: every reason against the model."""
     names = ("architectures", "model_type", "quantization_config")
     raw = {name: getattr(hf, name, None) for name in names}
     raise_problems("model config", support_problems(raw))
@@ -179,8 +168,8 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
 def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
     """Return the longest context, in tokens.
 
-    Checkpoints extended by yarn state either the extended or the original context in
-    ``max_position_embeddings``: Qwen's instructions add rope settings and leave this field alone.
+    With yarn, ``max_position_embeddings`` may be the extended context or, as in Qwen's
+    instructions, the original one.
     """
     if rope.rope_type != "yarn":
         return max_position_embeddings

@@ -60,7 +60,7 @@ def load_model(
         dtype: float32, float16, bfloat16 or (reference ops only) float64.
         ops: the ops that ``select_ops`` returned for the device.
         progress: whether to show a progress bar if stderr is a terminal.
-        parallel: this rank among the tensor-parallel ranks; None = a single rank.
+        parallel: as in ``DecoderModel``.
         deterministic: as in ``DecoderModel``.
 
     Raises:
@@ -85,11 +85,7 @@ def random_model(
     seed: int,
     deterministic: bool = False,
 ) -> DecoderModel:
-    """Return a model of a shape with ``random_weights``, on the device.
-
-    Raises:
-        ConfigError: the device has no such dtype.
-    """
+    """Return a model with ``random_weights``; ConfigError: the device has no such dtype."""
     resolved = resolve_dtype(dtype_name(dtype), config.torch_dtype, device)
     weights = random_weights(config, device=device, dtype=resolved, seed=seed)
     ops = select_ops(kernel_path(device))
@@ -145,10 +141,7 @@ def load_weights(
 
 
 def _rename_tied_head(scan: Scan) -> None:
-    """Let a head that is stored instead of the embedding, to which it is tied, be the embedding.
-
-    ``save_model`` of safetensors keeps one name of a shared tensor, the first of the alphabet.
-    """
+    """Rename a head stored for its tied embedding: safetensors keeps the alphabet's first name."""
     if scan.named is not None and HEAD in scan.named and EMBED not in scan.named:
         scan.named = (scan.named - {HEAD}) | {EMBED}
         if HEAD in scan.tensors:

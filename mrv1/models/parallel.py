@@ -1,4 +1,4 @@
-"""The part of a model that one of several tensor-parallel ranks has, and what it tells the others.
+"""The part of a model that one of several tensor-parallel ranks has, and its collectives.
 
 Each rank has whole KV heads with their query heads, rows of the MLP's first projection and of the
 vocabulary, and the columns of the second projections that go with them.
@@ -25,11 +25,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelContext:
-    """Rank, world size and the two collectives a tensor-parallel decoder calls.
-
-    Raises:
-        ConfigError: an impossible rank, or several ranks without collectives.
-    """
+    """A rank and the collectives it calls; ConfigError: no such rank, or no collectives."""
 
     rank: int = 0
     """Index of this process among ``size`` ranks."""
@@ -58,13 +54,10 @@ class ParallelContext:
             )
 
     def shard(self, config: ModelConfig) -> ModelConfig:
-        """Return the configuration of this rank's part of a model.
+        """Return the configuration of this rank's heads and MLP rows; ``vocab_size`` stays whole.
 
-        It has the rank's heads and MLP rows; ``vocab_size`` remains that of the whole model. If
-        there are more ranks than KV heads, several ranks have the same KV head.
-
-        Raises:
-            ConfigError: the model cannot be divided; the message lists every reason.
+        If there are more ranks than KV heads, several have the same one. ConfigError: the model
+        cannot be divided; the message lists every reason.
         """
         size, heads = self.size, config.num_kv_heads
         if size == 1:
@@ -103,14 +96,10 @@ class ParallelContext:
         return -(-vocab_size // self.size)
 
     def part(self, whole: Sequence[int], own: Sequence[int]) -> tuple[slice, ...]:
-        """Return where this rank's part of a whole tensor is.
+        """Return where this rank's part, of shape ``own``, is in a tensor of shape ``whole``.
 
         Parts are in the order of ranks. If there are fewer parts than ranks, neighbouring ranks
-        have the same one.
-
-        Args:
-            whole: shape of the whole tensor.
-            own: shape of the part; a last part may have padding behind it.
+        have the same one. A last part may have padding behind it.
         """
 
         def cut(num_all: int, num_own: int) -> slice:

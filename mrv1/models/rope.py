@@ -91,18 +91,12 @@ class RopeConfig:
         max_position_embeddings: int,
         mrope: Literal["none", "sections", "interleaved"] = "none",
     ) -> RopeConfig:
-        """Return the configuration that a checkpoint's ``rope_parameters`` describe.
+        """Return the configuration that transformers' ``config.rope_parameters`` describe.
 
-        Args:
-            parameters: as transformers 5 has them in ``config.rope_parameters``.
-            rotary_dim: rotated dimensions of a head.
-            max_position_embeddings: context of the checkpoint, tokens; for yarn without a
-                ``factor``, the factor is the ratio of this context to the original one.
-            mrope: how M-RoPE's axes share the pairs; "none" = a token has one position.
-
-        Raises:
-            ConfigError: the type is not supported, or settings are missing or wrong; one message
-                lists all settings that are missing or not numbers > 0.
+        ``max_position_embeddings`` is the checkpoint's context: its ratio to the original one is
+        yarn's ``factor`` if that is not set. ``mrope`` says how M-RoPE's axes share the pairs;
+        "none" = a token has one position. One ConfigError lists all settings that are missing or
+        not numbers > 0, or names an unsupported type.
         """
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in get_args(RopeType):
@@ -193,11 +187,7 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Blend by wavelength, as Meta's reference code for Llama 3.1 does.
-
-    With s = (original / wavelength - low) / (high - low), clamped to [0, 1]:
-    ``(1 - s) * inv_freq / factor + s * inv_freq``.
-    """
+    """Blend by wavelength as Meta's code for Llama 3.1: interpolate long ones, keep short ones."""
     original = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / inv_freq
     interpolated = inv_freq / rope.factor
@@ -236,10 +226,9 @@ def attention_factor(rope: RopeConfig) -> float:
     """Return the factor of cos and sin: 1 for every type but yarn.
 
     For yarn it is ``rope.attention_factor``, if that is set. Else, if ``mscale`` and
-    ``mscale_all_dim`` are both set, it is the ratio of ``0.1 mscale ln(factor) + 1`` to
-    ``0.1 mscale_all_dim ln(factor) + 1``. Else it is ``0.1 ln(factor) + 1``, which arXiv
-    2309.00071, 3.4, calls ``sqrt(1 / t)``, with the temperature t: the product of two rotated
-    vectors is scaled by ``1 / t``. In these formulas a ``factor`` below 1 counts as 1.
+    ``mscale_all_dim`` are both set, it is the ratio of ``0.1 mscale ln(factor) + 1`` to ``0.1
+    mscale_all_dim ln(factor) + 1``. Else it is ``0.1 ln(factor) + 1``, ``sqrt(1 / t)`` of arXiv
+    2309.00071, 3.4, with the temperature t. A ``factor`` below 1 counts as 1.
     """
     if rope.rope_type != "yarn":
         return 1.0
@@ -257,10 +246,7 @@ def attention_factor(rope: RopeConfig) -> float:
 def cos_sin_table(
     rope: RopeConfig, max_positions: int, device: torch.device | str
 ) -> torch.Tensor:
-    """Return ``[max_positions, rotary_dim]`` float32 on ``device``: cos, then sin.
-
-    ``mrv1.kernels.apply_rope`` reads this table; it includes the attention factor.
-    """
+    """``[max_positions, rotary_dim]`` float32: cos, then sin, with the attention factor."""
     inv_freq = inverse_frequencies(rope).to(device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * inv_freq[None, :]

@@ -28,15 +28,12 @@ def load_from_files(path: Path) -> PreTrainedTokenizerBase:
     tokenizer_config.json adds tokens, sets flags of added tokens, and names special tokens and the
     chat template, as in transformers. Its other settings, such as ``tokenizer_class``,
     ``add_bos_token``, ``add_prefix_space`` and ``legacy``, change nothing in tokenizer.json, whose
-    truncation and padding concern no prompt. Only a directory without tokenizer.json is left to
-    the class of transformers.
+    truncation and padding concern no prompt. A directory without tokenizer.json is left to
+    transformers' class. The template of a processor, in chat_template.json, is used where there is
+    a processor, or no other template.
 
-    The template of a processor, in chat_template.json, is used where there is a processor, or no
-    other template.
-
-    Raises:
-        ConfigError: the files contradict one another or name code; other errors are of
-            transformers' and tokenizers' own types.
+    ConfigError: the files contradict one another or name code; other errors are of transformers'
+    and tokenizers' own types.
     """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second
@@ -86,20 +83,14 @@ def has_processor(path: Path) -> bool:
 
 
 def _check_vocabulary(path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise unless a file has the vocabulary of a tokenizer without tokenizer.json.
-
-    From its settings alone transformers makes a tokenizer without words: texts have no tokens.
-    """
+    """Raise unless a file has a vocabulary: transformers would make a tokenizer without words."""
     files = sorted({"tokenizer.model", *tokenizer.vocab_files_names.values()})
     if not any((path / name).is_file() for name in files):
         raise ConfigError(f"vocabulary: expected one of {', '.join(files)}, found none")
 
 
 def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any]) -> None:
-    """Raise unless each token has the id that tokenizer_config.json gives it.
-
-    transformers appends a token that tokenizer.json lacks to the vocabulary, whatever its id.
-    """
+    """Raise unless tokens have tokenizer_config.json's ids: transformers ignores these ids."""
     for index, token in added.items():
         name = token["content"]
         got = tokenizer.convert_tokens_to_ids(name)
@@ -111,13 +102,7 @@ def _check_added_tokens(tokenizer: PreTrainedTokenizerBase, added: dict[str, Any
 
 
 def _processor_template(path: Path) -> str | None:
-    """Return the chat template of a checkpoint's processor; None if there is none.
-
-    Vision models of 2024 and 2025 have it in a file that transformers' tokenizers do not read.
-
-    Raises:
-        ConfigError: the file is damaged.
-    """
+    """Return the template of a processor, which tokenizers do not read; ConfigError: damaged."""
     file = path / "chat_template.json"
     if not file.is_file():
         return None

@@ -22,15 +22,10 @@ def checked_update(
     partial: bool,
     has_vision: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return the new tensors by name, without those that are no weights.
+    """Return the new tensors by name, without those that are no weights; nothing is written.
 
-    A tied head is the embedding: given without it, it takes its place.
-
-    Args:
-        targets: a model's ``checkpoint_tensors``; nothing is written.
-        named_tensors: as in ``LLM.update_weights``.
-        partial: whether tensors of the model may be missing.
-        has_vision: whether the checkpoint has a vision encoder, whose tensors are left out.
+    ``targets`` are a model's ``checkpoint_tensors``; with ``partial``, some may be missing. A tied
+    head is the embedding: given without it, it takes its place.
 
     Raises:
         ConfigError: a tensor is missing, unknown, given twice or of another shape or type.

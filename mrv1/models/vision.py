@@ -1,6 +1,6 @@
-"""The vision-language families: their placeholders, and the checkpoint's names of their tensors.
+"""The vision-language families: their placeholders, and the names of their tensors.
 
-Only the text model runs here. The checkpoint's vision encoder has computed its features.
+Only the text model runs here: the checkpoint's vision encoder has computed the features.
 """
 
 from __future__ import annotations
@@ -42,11 +42,7 @@ class VisionConfig:
 
 
 def vision_config(hf: Any, video_time: VideoTime) -> VisionConfig:  # noqa: ANN401
-    """Return the settings of a transformers configuration object.
-
-    Raises:
-        ConfigError: more layers take features than the text model has.
-    """
+    """Return a configuration's settings; ConfigError: features for more layers than there are."""
     vision = hf.vision_config
     num_deepstack = len(getattr(vision, "deepstack_visual_indexes", ()))
     if num_deepstack > hf.text_config.num_hidden_layers:

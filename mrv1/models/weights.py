@@ -13,11 +13,7 @@ from mrv1.models.config import ModelConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """The matrix of a linear layer: how it is stored, and the bias.
-
-    ``DecoderModel`` multiplies by it in one place. A matrix without scales is multiplied as it is.
-    No kernel reads scales yet: with them the matrix is computed anew for every product.
-    """
+    """A linear layer's matrix and bias; with scales, it is computed anew for every product."""
 
     values: torch.Tensor
     """[out, in], in the model's dtype; with scales, numbers of any dtype."""
@@ -137,11 +133,8 @@ def empty_weights(
 ) -> ModelWeights:
     """Return uninitialised weights on ``device``; on device ``meta`` they have only shapes.
 
-    Args:
-        config: the model's shape; of several ranks, ``ParallelContext.shard``'s.
-        device: where the weights are.
-        dtype: dtype of every tensor.
-        vocab_rows: rows of embedding and head; None = one for each token of the vocabulary.
+    Of several ranks, ``config`` is ``ParallelContext.shard``'s. ``vocab_rows`` of embedding and
+    head; None = one for each token.
     """
 
     def empty(*shape: int) -> torch.Tensor:
@@ -170,10 +163,7 @@ def empty_weights(
 
 
 def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """Return the tensor, or view, that each tensor of a Hugging Face checkpoint fills, by name.
-
-    A tied head has no entry of its own.
-    """
+    """Return the tensor or view that each tensor of a checkpoint fills; a tied head has none."""
     tensors = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
         tensors["lm_head.weight"] = weights.lm_head.values
@@ -196,14 +186,9 @@ def random_weights(
 ) -> ModelWeights:
     """Return random weights made on ``device``, for benchmarks that need no checkpoint.
 
-    Matrices are normal with standard deviation ``fan_in^-0.5``, so that activations and logits
-    are about as large as a trained model's; norms are 1, biases 0.
-
-    Args:
-        config: the model's shape.
-        device: where the weights are made and stay.
-        dtype: dtype of every tensor.
-        seed: seed of this call's own generator; the values also depend on the device type.
+    Matrices are normal with standard deviation ``fan_in^-0.5``, so that activations and logits are
+    about as large as a trained model's; norms are 1, biases 0. The values depend on ``seed`` and
+    the device type.
     """
     generator = torch.Generator(device).manual_seed(seed)
     weights = empty_weights(config, device, dtype)

@@ -1,7 +1,4 @@
-"""Sampling: parameters, per-slot state on the device, and the draw.
-
-A name is imported on first use: ``SamplingParams`` needs no torch.
-"""
+"""Sampling: parameters, state per slot, and the draw. Names are imported on first use."""
 
 from typing import TYPE_CHECKING
 

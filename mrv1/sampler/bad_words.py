@@ -21,20 +21,15 @@ def banned_token_sequences(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that a request bans, without duplicates.
 
-    A word given as text is banned at the beginning of a text and after another word: it becomes
-    up to ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
-    tokenized as given.
-
-    Args:
-        params: the parameters of the request.
-        encode: returns a text's tokens, without special tokens; None = there is no tokenizer.
-        max_words: most words of a request; a word counts once, with all its tokenizations.
-        max_len: most tokens of a tokenization.
+    A word given as text is banned at the beginning of a text and after another word: it becomes up
+    to ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
+    tokenized as given. ``encode`` returns a text's tokens, without special tokens; None = there is
+    no tokenizer. A word counts once towards ``max_words``, with all its tokenizations.
 
     Raises:
-        RequestError: there are too many words, a word has too many tokens or none, or a word is
-            given as text but there is no tokenizer. The message names the field and, if a limit
-            is exceeded, the option that raises the limit.
+        RequestError: there are too many words, a word has no token or more than ``max_len``, or is
+            text without a tokenizer. The message names the field and the option that raises a
+            limit.
     """
     num_words = len(params.bad_words) + len(params.bad_words_token_ids)
     if num_words > max_words:

@@ -27,15 +27,10 @@ class GrammarSource(Protocol):
         vocab_size: int,
         stop_token_ids: list[int] | None,
     ) -> Grammar:
-        """Return the grammar for a model.
+        """Return the grammar for a model, whose vocabulary may be larger than the tokenizer's.
 
-        Args:
-            tokenizer: the model's tokenizer, of transformers.
-            vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
-            stop_token_ids: tokens that may end a complete output; None = the tokenizer's.
-
-        Raises:
-            RequestError: the text is no grammar, or a package that compiles it is missing.
+        ``stop_token_ids`` may end a complete output; None = the tokenizer's. RequestError: the
+        text is no grammar, or a package that compiles it is missing.
         """
         ...
 

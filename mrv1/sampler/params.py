@@ -67,10 +67,7 @@ _Logprobs = Annotated[
 
 
 def _plain(value: object, depth: int = 0) -> object:
-    """Return numbers and texts as Python's own, ``depth`` levels of lists as tuples.
-
-    Other values are unchanged. A text of a class of the caller's might not be known to a rank.
-    """
+    """Return plain numbers, texts (a rank may lack their class) and ``depth`` levels of tuples."""
     if value is None or type(value) in (bool, int, float, str):  # most values
         return value
     if isinstance(value, str):
@@ -270,11 +267,7 @@ class SamplingParams:
         return replace(self)
 
     def check_logit_bias(self) -> None:
-        """Check the dict, which can be changed in place after all fields were checked.
-
-        Raises:
-            RequestError: it is not a dict, or has an entry out of range.
-        """
+        """Check the dict, which a caller can change; RequestError: an entry out of range."""
         check_fields(self, RequestError, only="logit_bias")
 
     @property

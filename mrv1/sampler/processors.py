@@ -43,8 +43,8 @@ class LogitsProcessor(Protocol):
         """Prepare for the request that takes ``slot``; the former request of the slot is gone.
 
         ``token_ids`` are the request's prompt and, after a preemption, its output so far. An
-        exception refuses the request: its rows have slot -1 in ``apply``, and the processors
-        after this one are not called.
+        exception refuses the request: its rows have slot -1 in ``apply``, and the processors after
+        this one are not called.
         """
         ...
 
@@ -54,11 +54,7 @@ class LogitsProcessor(Protocol):
 
 
 def checked_processors(given: object) -> tuple[LogitsProcessor, ...]:
-    """Return the processors of a caller.
-
-    Raises:
-        ConfigError: there is no list of them, or an object is none.
-    """
+    """Return the processors of a caller; ConfigError: there is no list, or an object is none."""
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
         raise ConfigError(
             "logits_processors: expected a list of objects with add_request and apply, got "
@@ -76,14 +72,7 @@ def checked_processors(given: object) -> tuple[LogitsProcessor, ...]:
 
 
 class LogitsProcessors:
-    """The custom processors of a runner, and the slots whose requests they refused.
-
-    Args:
-        processors: in the order in which they are applied.
-
-    Raises:
-        ConfigError: an object is not a processor.
-    """
+    """A runner's custom processors, in their order, and the slots whose requests they refused."""
 
     def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
         self._processors = checked_processors(processors)
@@ -125,9 +114,8 @@ class LogitsProcessors:
     def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
         """Apply the processors in their order.
 
-        Raises:
-            RuntimeError: a processor raised an exception, the ``__cause__``.
-            TypeError: a processor did not return logits of the given shape, dtype and device.
+        RuntimeError: one raised an exception, the ``__cause__``. TypeError: one did not return
+        logits of the given shape, dtype and device.
         """
         for processor in self._processors:
             name = f"{type(processor).__name__}.apply"

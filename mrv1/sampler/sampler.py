@@ -56,14 +56,9 @@ class SamplerLimits:
 class Sampler:
     """The sampling parameters of every slot, and the draw with them.
 
-    Owned by the runner, which keeps the parameters on its device and writes a slot's parameters
-    when a request takes the slot, so that a former request's have no effect.
-
-    Args:
-        max_num_reqs: number of slots.
-        limits: the limits that ``slots`` was made for.
-        slots: the tensors of ``fields`` by name, ``[slots]`` or ``[slots, width]``.
-        ops: for the device of ``slots``.
+    The runner, its owner, writes a slot's parameters when a request takes the slot, so that a
+    former request's have no effect. ``slots`` are the tensors of ``fields`` by name, ``[slots]``
+    or ``[slots, width]``, made for ``limits``; ``ops`` are for their device.
     """
 
     @staticmethod
@@ -123,11 +118,9 @@ class Sampler:
         child: int = 0,
         banned_token_sequences: Sequence[Sequence[int]] = (),
     ) -> Fields:
-        """Return the parameters to write for a request that takes a slot.
+        """Return the leading elements of fields to write for a request that takes a slot.
 
-        Returns:
-            The leading elements of fields, by name. Later elements, and fields that are left out,
-            have no effect on the request.
+        Later elements, and fields that are left out, have no effect on the request.
         """
         edits = self._edits(params)
         values = {
@@ -193,8 +186,7 @@ class Sampler:
             logits: ``[rows, vocab]``, *written*.
             idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
             history: of every slot.
-            ahead: ``[rows]`` int64, drafts between the request's newest known token and the row's
-                logits; None = 0.
+            ahead: ``[rows]`` int64, drafts between the newest known token and the row; None = 0.
             draft_token_ids: ``[requests, max_drafts]`` int32, the drafts of each request.
         """
         ops = self._ops
@@ -210,11 +202,9 @@ class Sampler:
         *,
         ahead: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw one token a row from edited logits; arguments as in ``edit``.
+        """Draw one token a row from edited logits, ``[rows]`` int64; arguments as in ``edit``.
 
-        Returns:
-            ``[rows]`` int64; -1 for padding and for a row without a token above -inf, -2 for a
-            row with NaN, and for a row with +inf that is not greedy.
+        -1: padding, or no token is above -inf; -2: NaN, or +inf in a row that is not greedy.
         """
         names = ("temperature", "seed", "child", *FILTERS)
         given, positions = {name: self._slots[name] for name in names}, history.num_tokens
@@ -228,15 +218,9 @@ class Sampler:
         return self._ops.sample_tokens(logits, temperature, seeds, positions, **given)
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Return the logits that a token is drawn from: divided by temperature, and filtered.
+        """Return edited logits, ``[rows, vocab]``, divided by temperature and filtered, anew.
 
-        Args:
-            logits: ``[rows, vocab]``, edited.
-            idx_mapping: ``[rows]`` int32, the slot of each row.
-
-        Returns:
-            ``[rows, vocab]``, a new tensor, -inf for tokens that are not kept; greedy rows keep
-            their values.
+        Tokens that are not kept have -inf; greedy rows keep their values.
         """
         rows = idx_mapping.clamp(min=0)
         temperature = self._slots["temperature"][rows]

@@ -1,11 +1,8 @@
 """Tools of mrv1's own tests, for users' tests too.
 
-- :mod:`mrv1.testing.interpreter` corrects Triton's CPU interpreter and adds checks to it.
-- :mod:`mrv1.testing.aot` compiles kernels for GPUs this machine does not have.
-- :mod:`mrv1.testing.strategies` holds hypothesis strategies: paged caches, ragged batches, block
-  layouts. It is imported on first use, so that only tests that use it need hypothesis::
-
-      from mrv1.testing import paged_caches, ragged_batches, kv_layouts
+- :mod:`mrv1.testing.interpreter` corrects Triton's CPU interpreter and adds checks to it. -
+:mod:`mrv1.testing.aot` compiles kernels for GPUs this machine does not have. -
+:mod:`mrv1.testing.strategies` holds hypothesis strategies; it is imported on first use.
 """
 
 from __future__ import annotations

@@ -177,12 +177,10 @@ def pointer(dtype: torch.dtype) -> torch.Tensor:
 def compile_for(
     target: str, modules: Sequence[str], *, share: tuple[int, int] = (0, 1)
 ) -> list[AotReport]:
-    """Compile the cases of ``modules`` for ``target`` in a child process.
+    """Compile the cases of ``modules`` for ``target`` of :data:`TARGETS` in a child process.
 
-    Args:
-        target: a name in :data:`TARGETS`.
-        modules: importable modules with a function ``cases``.
-        share: ``(i, n)``: only every n-th case, from the i-th on; (0, 1) is every case.
+    Each module has a function ``cases``. ``share`` ``(i, n)`` takes only every n-th case, from the
+    i-th on.
 
     Raises:
         ConfigError: an unknown target.
@@ -220,11 +218,7 @@ def collect_cases(target: Target, modules: Iterable[str]) -> list[AotCase]:
 
 
 def compile_cases(target: Target, cases: Iterable[AotCase]) -> list[AotReport]:
-    """Compile ``cases`` in this process, whose Triton driver is a stand-in from then on.
-
-    Raises:
-        ConfigError: this process interprets kernels.
-    """
+    """Compile ``cases`` here, with a stand-in driver from then on; ConfigError: interpreting."""
     from mrv1.kernels._base.recording import use_stand_in_driver
 
     use_stand_in_driver(target.backend, target.arch, target.warp_size)
@@ -280,9 +274,9 @@ def early_arrivals(ptx: str) -> int:
     """Return the number of arrivals at an mbarrier that may come before an access of their warps.
 
     One thread arrives for its warps, and other warps then read or overwrite shared memory. So a
-    barrier of the arriving warps must lie between their last access and the arrival; it does if it
-    is the last instruction but arithmetic in the same block of instructions. An arrival that
-    expects bytes of a copy says nothing of accesses before it.
+    barrier of these warps must lie between their last access and the arrival: it is the last
+    instruction but arithmetic in the same block. An arrival that expects bytes of a copy says
+    nothing of accesses before it.
     """
     early, is_ordered = 0, False
     for line in ptx.splitlines():

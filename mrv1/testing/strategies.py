@@ -163,8 +163,8 @@ class LayoutCase:
     def scale_addresses(self, per_block: int | None = None) -> tuple[list[int], list[int], int]:
         """Return base and block stride of each head's scales, and how many there are.
 
-        Scales of head groups lie in consecutive parts, like their pages; of other kinds they are
-        ``[blocks, kv_heads, per_block]``. A block has ``per_block`` scales, None = one per token.
+        Head groups' lie in consecutive parts, like pages; others are ``[blocks, kv_heads,
+        per_block]``. A block has ``per_block`` scales, None = one per token.
         """
         size, heads = per_block or self.block_size, self.num_kv_heads
         if self.kind != "head_groups":
@@ -191,10 +191,7 @@ class LayoutCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedBatch:
-    """Lengths of one step's requests; query ``j`` sits at ``seq_len - query_len + j``.
-
-    A padding row has ``seq_len`` 0; its queries, if any, sit at negative positions.
-    """
+    """A step's lengths; query ``j`` is at ``seq_len - query_len + j``, below 0 in padding rows."""
 
     query_lens: tuple[int, ...]
     """Rows of q per request, >= 0."""
@@ -277,18 +274,12 @@ class PagedCase:
         logits_soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return plain dense attention over ``keys`` and ``values`` in float64.
+        """Return plain dense attention over ``keys`` and ``values`` in float64, and log-sum-exp.
 
-        Args:
-            q: ``[num_tokens, q_heads, head_dim]``.
-            softmax_scale: factor of the scores.
-            logits_soft_cap: ``cap`` of ``cap * tanh(score / cap)``; 0 = none.
-            sinks: ``[q_heads]``, a score without a value for each head; None = none.
-
-        Returns:
-            Output ``[num_tokens, q_heads, head_dim]`` and natural log-sum-exp
-            ``[num_tokens, q_heads]``, float64; zeros and -inf (or the sink) where nothing is
-            visible.
+        ``q`` and the output are ``[num_tokens, q_heads, head_dim]``, ``sinks`` ``[q_heads]``
+        scores without values; scores are soft-capped unless ``logits_soft_cap`` is 0. The natural
+        log-sum-exp is ``[num_tokens, q_heads]``. Zeros and -inf (or the sink) where nothing is
+        visible.
         """
         out, lse = [], []
         if sinks is None:
@@ -366,7 +357,7 @@ def kv_layouts(
     max_query_len: int = 8,
     gap_elements: int = 8,
 ) -> LayoutCase:
-    """Draw a layout of any kind with random roles.
+    """Draw a :class:`LayoutCase` of any kind with random roles.
 
     Args:
         draw: supplied by hypothesis.
@@ -378,9 +369,6 @@ def kv_layouts(
         max_blocks: blocks per request without a ring.
         max_query_len: longest chunk the rings suffice for.
         gap_elements: gaps of ``padded`` are multiples of this; 16 for fp8 caches.
-
-    Returns:
-        A strategy of :class:`LayoutCase`.
     """
     kind = draw(st.sampled_from(list(kinds)))
     head_dim = draw(st.sampled_from(list(head_dims)))
@@ -490,7 +478,7 @@ def ragged_batches(
     min_reqs: int = 0,
     padding: bool = True,
 ) -> RaggedBatch:
-    """Draw lengths that fit ``layout``, around block, window and sink edges.
+    """Draw a :class:`RaggedBatch` that fits ``layout``, around block, window and sink edges.
 
     Args:
         draw: supplied by hypothesis.
@@ -498,9 +486,6 @@ def ragged_batches(
         uniform_query_len: rows of q of every request, padding rows too; None = ragged.
         min_reqs: fewest requests.
         padding: whether to draw padding rows.
-
-    Returns:
-        A strategy of :class:`RaggedBatch`.
     """
     edges = _length_edges(layout)
     least = uniform_query_len or 1
@@ -561,8 +546,8 @@ class _Pager:
     def place(self, row: int, role: HeadRole, seq_len: int, query_len: int) -> Ints:
         """Return request ``row``'s block id per logical block (-1 = no visible page) for a role.
 
-        A block that no query sees is missing from the table (a freed page) or, without a ring and
-        at random, left there (a page not freed yet).
+        A block that no query sees is missing (freed) or, without a ring and at random, still
+        there.
         """
         size = self.layout.block_size
         keys = np.arange(seq_len)
@@ -611,10 +596,7 @@ class _Vectors:
     def of_quarters(
         cls, raw: torch.Tensor, held: Bools, num_new: int, tokens: int
     ) -> tuple[_Vectors, _Vectors]:
-        """Return ``raw`` before and after writing its last ``num_new`` tokens; scales by quarter.
-
-        Earlier tokens in ``held`` ``[tokens, kv_heads]`` were written together, others never.
-        """
+        """Return ``raw`` before and after its last ``num_new`` tokens, which ``held`` precede."""
         x = raw.float().numpy()
         quarter = np.arange(len(x)) // tokens
         is_new = (np.arange(len(x)) >= len(x) - num_new)[:, None]
@@ -733,7 +715,7 @@ def build_paged_cache(
     hole_rate: float = 0.0,
     granularity: ScaleGranularity | None = None,
 ) -> PagedCase:
-    """Return a cache filled for ``batch``: shuffled blocks, NaN wherever no query may look.
+    """Return a cache on the CPU for ``batch``: shuffled blocks, NaN wherever no query may look.
 
     Args:
         layout: where pages lie and what each head sees.
@@ -743,11 +725,8 @@ def build_paged_cache(
         block_seed: seed of the order in which blocks are allocated; it changes ``block_table``,
             the caches and ``slot_mapping``, but not the dense problem.
         hole_rate: share of visible blocks left out of the table (-1), hence not visible.
-        granularity: granularity of the scales of an fp8 cache, whose vectors differ in size by
-            up to 2^4; None = a cache of ``dtype``.
-
-    Returns:
-        The case, on the CPU.
+        granularity: of the scales of an fp8 cache, whose vectors differ in size by up to 2^4; None
+            = a cache of ``dtype``.
 
     Raises:
         ConfigError: a request is longer than the layout's ``max_seq_len``.
@@ -838,7 +817,7 @@ def paged_caches(
     min_reqs: int = 0,
     granularities: Sequence[ScaleGranularity | None] = (None,),
 ) -> PagedCase:
-    """Draw a layout, a batch that fits it, and the cache filled for both.
+    """Draw a :class:`PagedCase`: a layout, a batch that fits it, and the cache of both.
 
     Args:
         draw: supplied by hypothesis.
@@ -848,9 +827,6 @@ def paged_caches(
         min_reqs: fewest requests.
         granularities: granularities of the scales to draw from (None: not an fp8 cache). Layouts
             of fp8 caches need ``gap_elements=16``.
-
-    Returns:
-        A strategy of :class:`PagedCase`.
     """
     layout = draw(kv_layouts() if layouts is None else layouts)
     batch = draw(ragged_batches(layout, uniform_query_len=uniform_query_len, min_reqs=min_reqs))
