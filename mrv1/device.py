@@ -20,7 +20,6 @@ KernelPath = Literal["triton", "interpreter", "reference"]
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """The files in which Linux reports memory, of the machine and of this process' container."""
-
 MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
 
@@ -182,10 +181,7 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes of host memory that this process can still allocate.
-
-    On Linux the kernel's estimate or a container's limit, if less; else the whole memory.
-    """
+    """Return the bytes of host memory that this process may take, within a container's limit."""
     try:
         lines = MEMINFO.read_text("ascii").splitlines()
     except OSError:

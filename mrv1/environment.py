@@ -36,7 +36,6 @@ def env_flag(name: str, default: str = "0") -> bool:
 
 INTERPRET = env_flag("TRITON_INTERPRET")
 """Whether this process interprets Triton kernels on the CPU (Triton's own variable, read once)."""
-
 FP_FUSION = env_flag("TRITON_DEFAULT_FP_FUSION", default="1")
 """Whether compiled kernels fuse a product into a sum (Triton's own variable, read once)."""
 

@@ -116,10 +116,7 @@ FLAG = instances(bool, "True or False")
 def check_fields(
     options: object, error: Callable[[str], Exception], prefix: str = "", only: str | None = None
 ) -> None:
-    """Raise ``error`` unless every field of a dataclass, or one, is in its type's ranges.
-
-    Without a range, a bool is True or False, and a ``Literal`` one of its values.
-    """
+    """Raise ``error`` unless a dataclass's fields, or one, are in the ranges that types name."""
     cls: type = type(options)
     for name, takes_none, ranges in _ranges(cls):
         if only not in (None, name):

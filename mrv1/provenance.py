@@ -17,10 +17,7 @@ UNKNOWN = "unknown"
 
 
 def git_commit() -> str:
-    """Return the commit of the checkout mrv1 runs from, or ``"unknown"`` outside of one.
-
-    ``-dirty`` is appended when tracked files differ. Another project's checkout does not count.
-    """
+    """Return mrv1's commit, ``-dirty`` if files differ, or ``"unknown"`` outside its checkout."""
     root = Path(mrv1.__file__).resolve().parents[1]
     if git(root, "rev-parse", "--show-toplevel") != str(root):
         return UNKNOWN

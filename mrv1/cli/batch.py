@@ -24,13 +24,10 @@ from mrv1.sampler.params import short
 
 INPUT_KEYS = (*PROMPT_KEYS, "messages")
 """Keys of which a line has one: what the model continues or answers."""
-
 ORDER_KEYS = ("priority", "fairness_id")
 """Keys that say when a line's request runs, as ``LLM.add_request`` names them."""
-
 KEYS = (*INPUT_KEYS, *MULTIMODAL_KEYS, *ORDER_KEYS, "request_id", "sampling_params")
 """Keys that a line may have."""
-
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 """A token id as a JSON key. Each id has one spelling, so that no two keys name the same token, and
 few enough digits for ``int`` (sys.get_int_max_str_digits)."""
@@ -45,8 +42,7 @@ class Line:
     request_id: str | None = None
     """The user's name for the request; only copied into the result."""
     prompt: Mapping[str, Any] | None = None
-    """``prompt``, ``prompt_token_ids`` or ``messages``, and ``MULTIMODAL_KEYS``; the engine checks
-    them."""
+    """``prompt``, ``prompt_token_ids`` or ``messages``, and ``MULTIMODAL_KEYS``; unchecked."""
     params: SamplingParams | None = None
     order: Mapping[str, Any] = field(default_factory=dict)
     """``ORDER_KEYS`` and their values; the engine checks them."""

@@ -35,7 +35,6 @@ PROMPT, CONTINUED = "> ", ". "
 
 MAX_TOKENS = 1024
 """``max_tokens`` of an answer if neither an option nor the model says otherwise."""
-
 Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS, " in an answer")]
 
 
@@ -158,10 +157,7 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _entered(stdin_is_terminal: bool) -> Iterator[str]:
-    """Yield what the user enters; lines that end with a backslash continue on the next line.
-
-    On a terminal, Ctrl-C drops a message that is being written; two in a row end the input.
-    """
+    """Yield messages, joined where lines end with a backslash; two Ctrl-C in a row end them."""
     parts: list[str] = []
     interrupted = False
     while True:

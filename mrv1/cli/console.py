@@ -23,16 +23,12 @@ from mrv1.progress import progress_bar
 
 FAILURE = 1
 """Exit code of a command that could not do its whole work."""
-
 INTERRUPTED = 130
 """Exit code after Ctrl-C; typer and shells use it too."""
-
 STANDARD = Path("-")
 """The name that stands for stdin or stdout where a command takes a file."""
-
 SHOW_CURSOR = b"\x1b[?25h\n"
 """Shows the cursor of a terminal again, which a progress bar hides until it ends."""
-
 USER_ERROR = 2
 """Exit code of a mistake in arguments or input; typer uses it for an unknown option too."""
 
@@ -108,11 +104,7 @@ def one_line_errors() -> Iterator[None]:
 
 @contextmanager
 def second_interrupt_ends() -> Iterator[None]:
-    """End the process at the second Ctrl-C inside, with exit code 130 and no traceback.
-
-    The first raises ``KeyboardInterrupt``, as always. A thread waits for the second, as the main
-    thread may wait for a device.
-    """
+    """End with exit code 130 at the second Ctrl-C, even while the main thread waits."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield  # Ctrl-C is ignored, or somebody else handles it

@@ -8,9 +8,7 @@ from typing import Literal
 from mrv1.models.vision import VideoTime
 
 NormOrder = Literal["before", "after", "both"]
-"""Where a layer's RMS norms are: at the input of attention and MLP, at their outputs, or at
-both."""
-
+"""Where a layer's RMS norms are: at attention's and the MLP's input, at their output, or both."""
 QKNormKind = Literal["none", "head", "vector"]
 """RMS norms of queries and keys: of each head by itself, or of all heads as one vector."""
 

@@ -149,10 +149,7 @@ class KernelBackend:
     def prefill_choices(
         self, caches: Sequence[LayerCache], max_query_len: int, num_tokens: int
     ) -> tuple[LaunchChoice, ...]:
-        """Return what decides on the kernels of a causal prefill, for each layout of the layers.
-
-        ``num_tokens`` leaves out the rows of one token.
-        """
+        """Return what decides on a causal prefill's kernels, per layout; decodes do not count."""
         if self._deterministic:  # one kernel for all
             return ()
         fewest = _with_fewest_full_heads(caches)

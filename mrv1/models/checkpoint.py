@@ -1,8 +1,4 @@
-"""A checkpoint, which is a Hugging Face directory or a GGUF file: everything that is read of one.
-
-It yields the configuration, the tokenizer, generation defaults, the scales of an fp8 cache, and
-tensors by name, whole or in part. No code of a checkpoint runs.
-"""
+"""What is read of a checkpoint: a Hugging Face directory or a GGUF file. No code of it runs."""
 
 from __future__ import annotations
 
@@ -35,7 +31,6 @@ INDEX_FILE = "model.safetensors.index.json"
 """The index that names the shard of each tensor."""
 GENERATION_CONFIG = "generation_config.json"
 """The file with sampling defaults and end-of-sequence tokens."""
-
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", SUFFIX)
 
 
@@ -65,11 +60,7 @@ class Scan:
 
 
 class Checkpoint:
-    """A checkpoint on the disk. Making one reads nothing; each call reads what it returns.
-
-    This class reads a directory with ``config.json`` and safetensors files, ``GGUFCheckpoint`` a
-    GGUF file.
-    """
+    """A directory with ``config.json`` and safetensors; each call reads what it returns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,10 +124,7 @@ class Checkpoint:
         return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer as an object of transformers.
-
-        ConfigError: the files cannot be loaded, ask for code of the checkpoint, or conflict.
-        """
+        """Return transformers' tokenizer; ConfigError: damaged, contradictory, or needs code."""
         try:
             return self._tokenizer()
         except Exception as error:  # the tokenizers package raises its own types
@@ -149,11 +137,7 @@ class Checkpoint:
         return load_from_files(self.path)
 
     def scan(self, *, has_vision: bool = False) -> Scan:
-        """Return the tensors of the checkpoint and every problem found.
-
-        With ``has_vision``, the vision encoder's are left out and others renamed as a text
-        model's.
-        """
+        """Return all tensors and problems; with ``has_vision``, the text model's tensors alone."""
         scan = self._scan()
         if not has_vision:
             return scan
@@ -168,10 +152,7 @@ class Checkpoint:
         tensors: Mapping[str, StoredTensor],
         parts: Mapping[str, tuple[slice, ...]] | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the values of each tensor of ``scan``, on the CPU, file by file.
-
-        Of a tensor in ``parts``, only that slice is read.
-        """
+        """Yield the name and value of tensors of ``scan``, on the CPU; of ``parts``, the slice."""
         names_of_file: dict[Path, list[str]] = defaultdict(list)
         for name, tensor in tensors.items():
             names_of_file[tensor.file].append(name)
@@ -184,10 +165,7 @@ class Checkpoint:
                         yield name, opened.get_tensor(tensors[name].name)
 
     def tensors(self, prefixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the values of each tensor, or of those with a prefix, on the CPU.
-
-        ConfigError: a file is missing or unreadable; one message lists everything found.
-        """
+        """Yield tensors with a prefix, by name, on the CPU; one ConfigError lists bad files."""
         scan = self.scan()
         raise_problems(self.where, scan.problems)
         return self.read({n: t for n, t in scan.tensors.items() if n.startswith(prefixes)})

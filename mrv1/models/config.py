@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = range(16, 257, 16)
 """Head sizes the attention kernels take."""
-
 MAX_CONTEXT = 1 << 24
 """Tokens; published models have 10 million at most. Tables are made for all positions."""
 
@@ -148,8 +147,5 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:
-        """Return the configuration of a transformers (>= 5) config object.
-
-        ConfigError: the model is not supported; the message lists every reason.
-        """
+        """Return a transformers (>= 5) object's configuration; ConfigError: not supported."""
         return cls(**model_fields(hf_config))

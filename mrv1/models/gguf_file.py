@@ -1,7 +1,4 @@
-"""A GGUF file: its configuration, and its tensors under the names of Hugging Face checkpoints.
-
-A model that llama.cpp has split into several files is one file here.
-"""
+"""A GGUF file, or a split model's files: configuration, tensors under Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -78,8 +75,7 @@ _NEUTRAL: dict[str, tuple[float | bool, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "use_parallel_residual": (False,),
 }
-"""Settings of the architecture -> the values with which they change nothing; 0 is llama.cpp's
-value for none."""
+"""Settings of the architecture -> values that change nothing; 0 is llama.cpp's for none."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -96,10 +92,7 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16}
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Return a GGUF file, given any file of a split model.
-
-    The last one stays open, as reading a vocabulary takes a second. ConfigError: as ``GGUFFile``.
-    """
+    """Return a file, given any part of it; the last stays open, as a vocabulary takes a second."""
     match = re.fullmatch(r"(.*-)\d{5}(-of-(\d{5})\.gguf)", path.name)
     files: tuple[Path, ...] = (path,)
     if match is not None and int(match[3]) > 1:  # the name tells how many files there are

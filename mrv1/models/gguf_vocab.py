@@ -24,16 +24,12 @@ logger = logging.getLogger(__name__)
 
 TOKENS = "tokenizer.ggml.tokens"
 """Key of the list of tokens; a file without it has no vocabulary."""
-
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Kinds of tokens; the other kinds, unused (5) and single bytes (6), are cut like normal ones."""
-
 _LLAMA, _GPT2 = "llama", "gpt2"
 """Values of ``tokenizer.ggml.model``: merges by score (sentencepiece), and merges of bytes."""
-
 _LLAMA_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Special tokens of sentencepiece where the file names none."""
-
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space, as sentencepiece writes it."""
 

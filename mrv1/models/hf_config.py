@@ -166,11 +166,7 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
 
 
 def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Return the longest context, in tokens.
-
-    With yarn, ``max_position_embeddings`` may be the extended context or, as in Qwen's
-    instructions, the original one.
-    """
+    """Return the longest context; yarn's ``max_position_embeddings`` may be the original one."""
     if rope.rope_type != "yarn":
         return max_position_embeddings
     return max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))

@@ -29,7 +29,6 @@ from mrv1.progress import progress_bar
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes in which a weight may be stored, as safetensors names them."""
-
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along

@@ -96,10 +96,9 @@ class ParallelContext:
         return -(-vocab_size // self.size)
 
     def part(self, whole: Sequence[int], own: Sequence[int]) -> tuple[slice, ...]:
-        """Return where this rank's part, of shape ``own``, is in a tensor of shape ``whole``.
+        """Return where a rank's part, of shape ``own``, is in a tensor of shape ``whole``.
 
-        Parts are in the order of ranks. If there are fewer parts than ranks, neighbouring ranks
-        have the same one. A last part may have padding behind it.
+        With fewer parts than ranks, neighbours have the same one. A last part may be padded.
         """
 
         def cut(num_all: int, num_own: int) -> slice:

@@ -77,8 +77,7 @@ class RopeConfig:
     truncate: bool = True
     """yarn: round the ends of the ramp to whole dimensions."""
     mrope_section: tuple[int, int, int] | None = None
-    """M-RoPE: numbers of pairs that turn by a token's position in time, height and width; None =
-    a token has one position."""
+    """M-RoPE: pairs that turn by time, height and width; None = a token has one position."""
     mrope_interleaved: bool = False
     """M-RoPE: the axes take the pairs in turn, not in three consecutive sections."""
 

@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 """A checkpoint with none of these files serves token ids only."""
-
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Settings of an image processor: a model that has one has one of these files."""
-
 _PARTS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 """What tokenizer.json says about texts and tokens, apart from its added tokens."""
 

@@ -1,7 +1,4 @@
-"""The vision-language families: their placeholders, and the names of their tensors.
-
-Only the text model runs here: the checkpoint's vision encoder has computed the features.
-"""
+"""Vision-language families: placeholders, tensors' names. The encoder is the checkpoint's own."""
 
 from __future__ import annotations
 
@@ -13,11 +10,8 @@ from mrv1.errors import ConfigError
 VideoTime = Literal["frames", "seconds", "text"]
 """Time in a video's positions: one position a frame (Qwen2-VL), ``tokens_per_second`` positions a
 second (Qwen2.5-VL), or text between frames, each of which is an item of its own (Qwen3-VL)."""
-
 TEXT_PREFIX = "model.language_model."
-"""Beginning of the names of the text model's tensors in newer checkpoints; in older ones they have
-the names of a text model alone."""
-
+"""Beginning of the names of the text model's tensors in newer checkpoints; older ones lack it."""
 VISION_PREFIXES = ("model.visual.", "visual.")
 """Beginnings of the names of the vision encoder's tensors."""
 

@@ -133,8 +133,7 @@ def empty_weights(
 ) -> ModelWeights:
     """Return uninitialised weights on ``device``; on device ``meta`` they have only shapes.
 
-    Of several ranks, ``config`` is ``ParallelContext.shard``'s. ``vocab_rows`` of embedding and
-    head; None = one for each token.
+    ``config`` is the rank's own (``ParallelContext.shard``); ``vocab_rows`` None = its tokens.
     """
 
     def empty(*shape: int) -> torch.Tensor:

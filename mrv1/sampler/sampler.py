@@ -118,10 +118,7 @@ class Sampler:
         child: int = 0,
         banned_token_sequences: Sequence[Sequence[int]] = (),
     ) -> Fields:
-        """Return the leading elements of fields to write for a request that takes a slot.
-
-        Later elements, and fields that are left out, have no effect on the request.
-        """
+        """Return the leading elements of a request's fields; later ones have no effect on it."""
         edits = self._edits(params)
         values = {
             "temperature": params.temperature,
@@ -218,10 +215,7 @@ class Sampler:
         return self._ops.sample_tokens(logits, temperature, seeds, positions, **given)
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Return edited logits, ``[rows, vocab]``, divided by temperature and filtered, anew.
-
-        Tokens that are not kept have -inf; greedy rows keep their values.
-        """
+        """Divide edited ``[rows, vocab]`` by temperature and filter (-inf); greedy rows stay."""
         rows = idx_mapping.clamp(min=0)
         temperature = self._slots["temperature"][rows]
         is_drawn = (temperature > 0)[:, None]

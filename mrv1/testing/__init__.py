@@ -1,8 +1,8 @@
 """Tools of mrv1's own tests, for users' tests too.
 
-- :mod:`mrv1.testing.interpreter` corrects Triton's CPU interpreter and adds checks to it. -
-:mod:`mrv1.testing.aot` compiles kernels for GPUs this machine does not have. -
-:mod:`mrv1.testing.strategies` holds hypothesis strategies; it is imported on first use.
+- :mod:`mrv1.testing.interpreter` adds checks to Triton's CPU interpreter.
+- :mod:`mrv1.testing.aot` compiles kernels for GPUs this machine does not have.
+- :mod:`mrv1.testing.strategies` holds hypothesis strategies; it is imported on first use.
 """
 
 from __future__ import annotations

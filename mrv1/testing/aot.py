@@ -138,8 +138,7 @@ class AotReport:
     found: Sequence[str] = ()
     """All matches of the case's pattern, in order."""
     problem: str = field(init=False)
-    """Why this must not ship: an error, a spill, too much shared memory, an early arrival. Empty
-    if it may."""
+    """Why this must not ship: an error, spill, early arrival, too much shared memory; or ""."""
 
     def __post_init__(self) -> None:
         """Find the problem."""

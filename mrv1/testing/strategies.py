@@ -59,16 +59,13 @@ __all__ = [
 Kind = Literal["hnd", "nhd", "head_groups", "per_head_ids", "padded"]
 KINDS: tuple[Kind, ...] = ("hnd", "nhd", "head_groups", "per_head_ids", "padded")
 """``padded`` is HND with shuffled heads and gaps between heads, tokens and blocks."""
-
 SPARE_BLOCKS = 3
 """Blocks per group that no request owns; they stay NaN."""
-
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Scales = torch.Tensor | Literal["token"] | None
 """Scales given per head, a scale per token, or None: not an fp8 cache."""
-
 LARGEST_CODE, SMALLEST_SCALE = np.float32(448), np.float32(1e-12)
 
 
@@ -161,11 +158,7 @@ class LayoutCase:
         )
 
     def scale_addresses(self, per_block: int | None = None) -> tuple[list[int], list[int], int]:
-        """Return base and block stride of each head's scales, and how many there are.
-
-        Head groups' lie in consecutive parts, like pages; others are ``[blocks, kv_heads,
-        per_block]``. A block has ``per_block`` scales, None = one per token.
-        """
+        """Return heads' bases and block strides, and the number of scales; None = one a token."""
         size, heads = per_block or self.block_size, self.num_kv_heads
         if self.kind != "head_groups":
             count = max(self.num_blocks) * heads * size
@@ -544,11 +537,7 @@ class _Pager:
         self.table = np.full((num_reqs, layout.row_width), -1, dtype=np.int32)
 
     def place(self, row: int, role: HeadRole, seq_len: int, query_len: int) -> Ints:
-        """Return request ``row``'s block id per logical block (-1 = no visible page) for a role.
-
-        A block that no query sees is missing (freed) or, without a ring and at random, still
-        there.
-        """
+        """Return ``row``'s block ids, -1 = no visible page; some unseen pages keep theirs."""
         size = self.layout.block_size
         keys = np.arange(seq_len)
         first_query = max(seq_len - max(query_len, 1), 0)
@@ -596,7 +585,7 @@ class _Vectors:
     def of_quarters(
         cls, raw: torch.Tensor, held: Bools, num_new: int, tokens: int
     ) -> tuple[_Vectors, _Vectors]:
-        """Return ``raw`` before and after its last ``num_new`` tokens, which ``held`` precede."""
+        """Return ``raw``, where ``held``, before and after its last ``num_new`` tokens."""
         x = raw.float().numpy()
         quarter = np.arange(len(x)) // tokens
         is_new = (np.arange(len(x)) >= len(x) - num_new)[:, None]
@@ -725,8 +714,8 @@ def build_paged_cache(
         block_seed: seed of the order in which blocks are allocated; it changes ``block_table``,
             the caches and ``slot_mapping``, but not the dense problem.
         hole_rate: share of visible blocks left out of the table (-1), hence not visible.
-        granularity: of the scales of an fp8 cache, whose vectors differ in size by up to 2^4; None
-            = a cache of ``dtype``.
+        granularity: of the scales of an fp8 cache, whose vectors differ in size by up to 2^4;
+            None = a cache of ``dtype``.
 
     Raises:
         ConfigError: a request is longer than the layout's ``max_seq_len``.
