@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 Event = dict[str, Any]
 """One complete ("X") event of a Chrome trace; times in microseconds."""
 
-STEPS_RANGE = "mrv1.bench.steps"
+STEPS_RANGE = "benchmarks.steps"
 """Name of the range whose calls are counted."""
 
 HOST_CALLS = ("cuda_runtime", "cuda_driver")

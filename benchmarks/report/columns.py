@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.table import Table
@@ -29,20 +29,23 @@ class Column:
     """What the figures are divided by."""
     on_page: bool = True
     """Whether the page shows it; the console always does."""
+    console: str = ""
+    """The format on the console where that shows more digits than the page; "" = ``format``."""
 
     @property
     def keys(self) -> list[str]:
         """The keys one by one."""
         return self.key.split(" ")
 
-    def cell(self, entry: Mapping[str, Any]) -> str:
+    def cell(self, entry: Mapping[str, Any], *, on_console: bool = False) -> str:
         """Return what the column's cell says of an entry."""
         found = [figure(entry, key) for key in self.keys]
         if any(value is None for value in found):
             return "-"
         if self.format == TEXT:
             return str(found[0])
-        return self.format.format(*(v if self.unit == 1 else v / self.unit for v in found))
+        form = self.console if on_console and self.console else self.format
+        return form.format(*(v if self.unit == 1 else v / self.unit for v in found))
 
     def is_in(self, entry: Mapping[str, Any]) -> bool:
         """Return whether an entry has the figures: files older than a figure lack it."""
@@ -110,7 +113,7 @@ def console(
         found.add_column(each.head, justify="left" if is_text else "right", no_wrap=is_text)
     last = None
     for entry in entries:
-        cells = {each.head: each.cell(entry) for each in kept}
+        cells = {each.head: each.cell(entry, on_console=True) for each in kept}
         if section is not None:
             if cells[section] == last:
                 cells[section] = ""
@@ -163,13 +166,16 @@ _VARIANT = (
 )  # fmt: skip
 """Of a variant of a kernel, on the console."""
 
+_WRITES = {"median_us": "{:,.2f}", "bytes_moved": "{:.3f}"}
+"""Formats on the console of writes to the cache: they are short, and move little."""
+
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "generate": (
         _BATCH,
         Column(
             "tokens_per_s", "tokens/s", "{:,.0f}",
             "generated tokens of all requests / time from adding the first request to the last "
-            "token; prefill is included",
+            "token; prefill is included", console="{:,.1f}",
         ),
         Column(
             "decode_step_ms", "ms per decode step", "{:.2f}",
@@ -227,27 +233,27 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
             "the part of `trace.idle_share` between the work of two launches; the rest lies "
             "between kernels of one graph",
         ),
-        Column("trace.host_to_device_copies", "copies up", "{:.2g}"),
-        Column("trace.device_to_host_copies", "copies down", "{:.2g}", on_page=False),
-        Column("trace.graph_launches", "graphs", "{:.2g}"),
+        Column("trace.host_to_device_copies", "copies up", "{:.2g}", console="{:.2f}"),
+        Column("trace.device_to_host_copies", "copies down", "{:.2f}", on_page=False),
+        Column("trace.graph_launches", "graphs", "{:.2g}", console="{:.2f}"),
         Column(
             "trace.kernel_launches", "other kernels", "{:.2g}",
             "kernels outside graphs. Kernels, graphs and copies are attributed to the call that "
-            "launched them",
+            "launched them", console="{:.2f}",
         ),
-        Column("trace.event_waits", "event waits", "{:.2g}", _WAITS),
-        Column("trace.other_waits", "other waits", "{:.2g}", _WAITS),
+        Column("trace.event_waits", "event waits", "{:.2g}", _WAITS, console="{:.2f}"),
+        Column("trace.other_waits", "other waits", "{:.2g}", _WAITS, console="{:.2f}"),
     ),
     "runner host": (
         _BATCH,
         Column("waiting", "waiting", "{}"),
-        Column("host.total_us", "host, us", "{:,.0f}"),
-        Column("host.mean_total_us", "mean", "{:,.0f}", on_page=False),
-        Column("host.quietest_us", "quietest", "{:,.0f}"),
-        Column("host.schedule_us", "schedule", "{:,.0f}"),
-        Column("host.execute_us", "execute", "{:,.0f}"),
-        Column("host.read_us", "read", "{:,.0f}"),
-        Column("host.update_us", "update", "{:,.0f}"),
+        Column("host.total_us", "host, us", "{:,.0f}", console="{:,.1f}"),
+        Column("host.mean_total_us", "mean", "{:,.1f}", on_page=False),
+        Column("host.quietest_us", "quietest", "{:,.0f}", console="{:,.1f}"),
+        Column("host.schedule_us", "schedule", "{:,.0f}", console="{:,.1f}"),
+        Column("host.execute_us", "execute", "{:,.0f}", console="{:,.1f}"),
+        Column("host.read_us", "read", "{:,.0f}", console="{:,.1f}"),
+        Column("host.update_us", "update", "{:,.0f}", console="{:,.1f}"),
     ),
     "runner first": (
         Column("kind", "requests of 8 tokens"),
@@ -306,6 +312,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column(
             "tpot_ms", "ms per token", "{:.2f}",
             "time per output token: (seconds of the run - `prefill_ms`) / (output tokens - 1)",
+            console="{:.3f}",
         ),
         Column("share_of_floor", "share of floor", "{:.0%}", "`floor_ms / tpot_ms`"),
     ),
@@ -373,8 +380,8 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
     ),
     "capacity": (
         Column("variant", "cache"),
-        Column("kv_cache.allocated_bytes", "GiB", "{:.1f}", unit=2**30),
-        Column("bytes_of_request", "GiB a request", "{:.2f}", unit=2**30),
+        Column("kv_cache.allocated_bytes", "GiB", "{:.1f}", unit=2**30, console="{:.2f}"),
+        Column("bytes_of_request", "GiB a request", "{:.2f}", unit=2**30, console="{:.3f}"),
         Column("predicted_requests", "predicted", "{}"),
         Column("requests", "requests", "{}"),
         Column("ratio", "ratio", "{:.2f}x"),
@@ -419,7 +426,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
             "layers; decode only",
         ),
     ),
-    "kv_cache_write": (Column("tokens", "tokens", "{:,}"), *_VARIANT),
+    "kv_cache_write": (
+        Column("tokens", "tokens", "{:,}"),
+        *(replace(each, console=_WRITES.get(each.key, "")) for each in _VARIANT),
+    ),
     "sample_tokens": (
         Column("rows", "rows", "{}"),
         Column("std", "std of logits", "{}"),

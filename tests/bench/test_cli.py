@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.cli.app import _runner_tables
 from benchmarks.engines import runner
-from benchmarks.report.columns import COLUMNS, console
 from tests.cli.conftest import Mrv1
 
 SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
@@ -26,7 +27,7 @@ def test_file_and_table_have_the_same_figures(run_bench: Mrv1, tmp_path: Path):
     assert [entry["batch"] for entry in written["results"]] == [1, 3]
     assert (written["shape"], written["commit"]) == ("tiny-random", "abc")
     for entry in written["results"]:
-        assert f"{entry['tokens_per_s']:,.0f}" in result.stdout
+        assert f"{entry['tokens_per_s']:,.1f}" in result.stdout
         assert f"{entry['decode_step_ms']:.2f}" in result.stdout
     assert "8 prompt + 4 output tokens" in result.stdout
     assert f"written to {target}" in result.stderr
@@ -98,7 +99,7 @@ def test_the_runner_benchmark_on_a_cpu_uses_a_tiny_shape_and_prints_its_tables(
         assert f"{entry['step_ms']:.3f}" in result.stdout
         assert f"{entry['deterministic_over_default']:.2f}x" in result.stdout
     for entry in written["results"] + written["waiting"]:
-        assert f"{entry['host']['execute_us']:,.0f}" in result.stdout
+        assert f"{entry['host']['execute_us']:,.1f}" in result.stdout
     assert "times mean nothing" in result.stderr
     assert f"written to {target}" in result.stderr
 
@@ -118,6 +119,32 @@ def test_runner_options_reach_the_benchmark(run_bench: Mrv1, tmp_path: Path, che
     assert written["results"][0]["deterministic_step_ms"] is None
 
 
+def runner_result(batches: list[int], figures: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of these batches on a GPU, without waiting requests."""
+    conditions = {
+        "prompt_tokens": 4, "steps": 2, "deterministic": False, "overlap": True,
+        "cuda_graphs": True, "kv_cache_dtype": "auto", "attention_backend": "mrv1",
+    }  # fmt: skip
+    return {
+        "shape": "tiny-random", "weights": "random", "dtype": "bfloat16", "path": "kernels",
+        "device": {"name": "GPU X"}, "conditions": conditions, "waiting": [],
+        "results": [{"batch": batch, **figures} for batch in batches],
+    }  # fmt: skip
+
+
+def test_the_host_table_shows_tenths_of_a_microsecond():
+    names = ("total", "mean_total", "quietest", "schedule", "execute", "read", "update")
+    host = {f"{name}_us": 3.14 * 10**power for power, name in enumerate(names)}
+    result = runner_result([32], {"host": host, "trace": None})
+    result["waiting"] = [{"batch": 32, "waiting": 10_000, "host": host | {"read_us": 0.06}}]
+    table = _runner_tables(result)[-1]
+    tenths = ["3.1", "31.4", "314.0", "3,140.0", "31,400.0", "314,000.0", "3,140,000.0"]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    assert [[*cells] for cells in rows] == [
+        ["32", "none", *tenths], ["32", "10,000", *tenths[:5], "0.1", tenths[6]],
+    ]  # fmt: skip
+
+
 def test_the_trace_table_shows_every_figure():
     """Only the table is tested: the figures of a trace come from a GPU."""
     trace = {
@@ -126,10 +153,13 @@ def test_the_trace_table_shows_every_figure():
         "host_to_device_copies": 1.5, "device_to_host_copies": 2.0, "event_waits": 0.75,
         "other_waits": 0.0,
     }  # fmt: skip
-    columns = [each for each in COLUMNS["runner"] if each.key.startswith("trace.")]
-    table = console(columns, [{"batch": 32, "trace": trace}], "a trace")
-    cells = [next(iter(column.cells)) for column in table.columns]
-    assert cells == ["699", "3.5%", "3.1%", "1.5", "2", "1", "0.25", "0.75", "0"]
+    table = _runner_tables(runner_result([32], {"trace": trace}))[-1]
+    assert [(column.header, *column.cells) for column in table.columns] == [
+        ("batch", "32"), ("us per step", "699"), ("GPU idle", "3.5%"),
+        ("between launches", "3.1%"), ("copies up", "1.50"), ("copies down", "2.00"),
+        ("graphs", "1.00"), ("other kernels", "0.25"), ("event waits", "0.75"),
+        ("other waits", "0.00"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -65,10 +65,14 @@ def test_kv_write_file_and_table_have_the_same_figures(run_bench: Mrv1, tmp_path
     assert result.exit_code == 0
     written = json.loads(target.read_text("utf-8"))
     assert [entry["tokens"] for entry in written["results"]] == [1, 5]
-    for entry in written["results"]:
+    rows = [[cell.strip() for cell in line.split("│")] for line in result.stdout.splitlines()]
+    for number, entry in enumerate(written["results"]):
         for name, variant in entry["variants"].items():
-            assert name in result.stdout
-            assert f"{variant['median_us']:.2f}" in result.stdout
+            row = [row for row in rows if row[2:3] == [name]][number]
+            assert row[3:7] == [
+                f"{variant['median_us']:,.2f}", f"{variant['p20_us']:.2f}",
+                f"{variant['p80_us']:.2f}", f"{variant['bytes_moved'] / 1e6:.3f}",
+            ]  # fmt: skip
     assert "peer vllm-triton: not installed" in result.stderr
 
 

@@ -49,6 +49,26 @@ def test_tables_leave_out_what_no_entry_has_and_the_page_what_it_has_no_room_for
     ]  # fmt: skip
 
 
+def test_the_console_may_show_more_digits_than_the_page():
+    some = [Column("a", "A", "{:.0f}", console="{:.2f}"), Column("b", "B", "{:.1f}")]
+    entries = [{"a": 1.237, "b": 2.25}]
+    assert markdown(some, entries).endswith("| 1 | 2.2 |")
+    assert [[*column.cells] for column in console(some, entries, "").columns] == [
+        ["1.24"],
+        ["2.2"],
+    ]
+
+
+def test_the_console_shows_a_cache_and_a_request_to_hundredths_and_thousandths_of_a_gib():
+    entry = {
+        "variant": "uniform", "kv_cache": {"allocated_bytes": 2.346 * 2**30},
+        "bytes_of_request": 0.12345 * 2**30,
+    }  # fmt: skip
+    table = console(COLUMNS["capacity"][:3], [entry], "")
+    assert [[*column.cells] for column in table.columns] == [["uniform"], ["2.35"], ["0.123"]]
+    assert markdown(COLUMNS["capacity"][:3], [entry]).endswith("| uniform | 2.3 | 0.12 |")
+
+
 def test_every_column_of_the_page_has_figures_in_some_file():
     """A column that no entry has is left out: here a misspelt key comes to light."""
     pages = [REPO / "docs" / name for name in ("benchmarks.md", "performance.md")]

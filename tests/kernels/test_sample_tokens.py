@@ -40,7 +40,8 @@ FILTERS = {
     "top_p": [1.0, 0.999, 0.9, 0.3, 1e-6],
     "min_p": [0.0, 1e-4, 0.1, 1.0],
 }
-OFF = {name: each.off for name, each in STORED.items()}
+"""Values to draw from; the first keeps all tokens."""
+OFF = {name: values[0] for name, values in FILTERS.items()}
 
 
 def _near_best(logits, temperature, seeds, positions, child, **filters):
@@ -303,6 +304,9 @@ def _every_filter_off(rows, device):
 
 def test_every_filter_has_values_to_draw_from():
     assert FILTERS.keys() == STORED.keys() == Filters.__annotations__.keys()
+    assert {name: each.off for name, each in STORED.items()} == OFF
+    dtypes = {int: torch.int32, float: torch.float32}
+    assert all(each.dtype == dtypes[type(OFF[name])] for name, each in STORED.items())
 
 
 @settings(max_examples=SOME)
