@@ -14,8 +14,7 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
-BLOCK_SIZE = 16
-"""Tokens of a block. The content of an fp8 cache does not depend on it."""
+BLOCK_SIZE = 16  # tokens of a block. The content of an fp8 cache does not depend on it
 
 
 class PolicyModel:

@@ -13,8 +13,7 @@ from torch.nn import functional
 from mrv1.calibration.forward import PolicyModel
 from mrv1.headwise import HeadPolicy, RecallPrompt
 
-LOGIT_ROWS = 512
-"""Rows whose logits exist at a time: 300 MB for a vocabulary of 150,000."""
+LOGIT_ROWS = 512  # rows whose logits exist at a time: 300 MB for a vocabulary of 150,000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,7 @@ import numpy as np
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, HeadRanking
 
-SMALLEST_LOSS = 1e-4
-"""Nats: this loss and all smaller losses have the lightest colour of the logarithmic scale."""
-
+SMALLEST_LOSS = 1e-4  # nats with the lightest colour
 INCHES_PER_HEAD = 0.32
 
 

@@ -14,18 +14,13 @@ from mrv1.headwise import RecallLines, RecallPrompt, recall_prompt
 from mrv1.headwise.recall import TokenIds
 from mrv1.models import Checkpoint
 
-SYNTHETIC = "synthetic"
-"""Value of ``data`` for random words instead of a text."""
-
-MAX_CHARS = 4 << 20
-"""Characters of a file that are read, from its beginning on."""
-
+SYNTHETIC = "synthetic"  # value of ``data`` for random words instead of a text
+MAX_CHARS = 4 << 20  # characters of a file that are read, from its beginning on
 COMMON_WORDS = 97
 """Most frequent words (lowest ids) that are left out, as they fill the running text: as many as in
 the embedded model's training."""
 
-MAX_WORDS = 4096
-"""Number of next most frequent words, to draw from: a large vocabulary ends in rare words."""
+MAX_WORDS = 4096  # drawn from: a large vocabulary ends in rare words
 
 # A word of at least four lower-case letters with the space in front of it, as byte-level BPE and
 # SentencePiece spell it.

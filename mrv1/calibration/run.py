@@ -18,8 +18,7 @@ from mrv1.headwise.calibrate import num_losses
 from mrv1.kernels.registry import select_ops
 from mrv1.models import Checkpoint, ModelConfig, load_model
 
-Progress = Callable[[int, int], None]
-"""Receives how many forward passes are done, and how many are expected in all."""
+Progress = Callable[[int, int], None]  # passes done, and expected in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

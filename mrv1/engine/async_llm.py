@@ -31,7 +31,6 @@ from mrv1.sampler.params import short
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
 OUTPUT_SHARE = 0.1
 """Share of its time in which the engine's thread makes outputs of unfinished requests. Their tasks
 then run for about as long in another thread, and Python runs one thread at a time."""

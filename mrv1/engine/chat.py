@@ -13,15 +13,12 @@ from mrv1.errors import RequestError
 from mrv1.multimodal import Video
 from mrv1.sampler.params import short
 
-Message = Mapping[str, Any]
-"""A dict with ``role`` and ``content``, as the OpenAI API names them."""
-
+Message = Mapping[str, Any]  # a dict with ``role`` and ``content``, as the OpenAI API names them
 VisualsEncoder = Callable[[Sequence[int], Sequence[object], Sequence[Video]], Mapping[str, Any]]
 """From a prompt's tokens, images and videos to the keys of a prompt with features."""
 
 
-MAX_FORMS = 256
-"""Most conversations whose forms a ``ChatTemplate`` remembers: most of a list are alike."""
+MAX_FORMS = 256  # most conversations that a ``ChatTemplate`` remembers
 
 
 class ChatOptions(TypedDict, total=False):

@@ -23,8 +23,7 @@ _SHOWN_PART = re.compile(rf"['\"]text\\*['\"]:\s*\\*['\"]({_WORD.pattern})")
 _SHOWN_DICT = re.compile(rf"'({_WORD.pattern})': '({_WORD.pattern})'")
 """Arguments of a tool call, as Python shows them."""
 
-Render = Callable[[Sequence[ChatMessage]], str]
-"""Writes a conversation by the template; raises RequestError if that fails."""
+Render = Callable[[Sequence[ChatMessage]], str]  # by the template; raises RequestError
 
 
 @dataclass(frozen=True, slots=True)

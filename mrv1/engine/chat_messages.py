@@ -14,9 +14,7 @@ from mrv1.multimodal import Video
 from mrv1.sampler.params import short
 
 MESSAGE = "a dict with role and content"
-
-ChatMessage = dict[str, Any]
-"""A message of plain JSON values; a list as its content has dicts with ``type`` only."""
+ChatMessage = dict[str, Any]  # JSON values; parts are dicts with ``type``
 
 
 class Visuals(NamedTuple):

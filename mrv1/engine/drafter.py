@@ -10,12 +10,8 @@ MIN_GAIN = 0.5
 """Least accepted drafts per row that a step with drafts has to promise. The next step cannot be
 launched before its result is read, which costs up to about half of a decode step's time."""
 
-START_GAIN = 2.0
-"""Accepted drafts per step that a new request promises."""
-
-GAIN_AFTER_REST = 1.0
-"""Accepted drafts per step that a request promises after a rest."""
-
+START_GAIN = 2.0  # accepted drafts per step that a new request promises
+GAIN_AFTER_REST = 1.0  # accepted drafts per step that a request promises after a rest
 FIRST_REST = 32
 """Tokens that a request generates without drafts after too few were accepted; every further rest
 is twice as long, until drafts are accepted again."""

@@ -13,9 +13,7 @@ from mrv1.forks import tell_of_forks
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-GIVE_WAY_SECONDS = 50e-6
-"""A thread that sleeps this long lets a thread that waits for the lock wake up and take it."""
+GIVE_WAY_SECONDS = 50e-6  # wakes up a thread that waits for the lock
 
 WITHIN = (
     "LLM: expected no call from within another call in the same thread (in a callback or a signal "

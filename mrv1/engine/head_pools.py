@@ -10,11 +10,8 @@ import numpy.typing as npt
 from mrv1.engine.block_pool import BlockPool
 from mrv1.headwise import FULL, Visible
 
-GIVEN_UP = -1
-"""In a request's list of block ids: freed, because no head of the group sees the block."""
-
-GroupBlocks = Sequence[Sequence[int]]
-"""Per head group, the block ids of a request's logical blocks."""
+GIVEN_UP = -1  # a block id of a request: freed, as no head of the group sees it
+GroupBlocks = Sequence[Sequence[int]]  # per head group, a request's block ids
 
 
 class HeadPools:

@@ -14,11 +14,8 @@ from mrv1.engine.slot_table import SlotTable
 from mrv1.multimodal import MultimodalItem, causal_ranges
 from mrv1.runner.step import Int32Array
 
-DIGEST_BYTES = 16
-"""128 bits: the probability that two different prefixes share a digest is negligible."""
-
-NEVER = np.iinfo(np.int64).max
-"""Value of ``SlotTable.num_cached_blocks`` for requests whose blocks may not be cached."""
+DIGEST_BYTES = 16  # 128 bits: two prefixes share a digest with negligible probability
+NEVER = np.iinfo(np.int64).max  # of ``num_cached_blocks``: may not be cached
 
 
 def extend_chain(

@@ -20,9 +20,7 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 ``multimodal`` (a list of ``MultimodalItem``) and ``attn_mask_offsets``."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
-
-MULTIMODAL_KEYS = ("multimodal", "attn_mask_offsets")
-"""More keys that a dict may have, as ``EngineCore.add_request`` names them."""
+MULTIMODAL_KEYS = ("multimodal", "attn_mask_offsets")  # as for EngineCore.add_request
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.runner.step import Int32Array, RequestId, SlotRequest, TokenLogprobs
 from mrv1.sampler import GrammarMatcher, SamplingParams
 
-KeySpan = tuple[int, int, bytes]
-"""Start and end of a span of tokens, and a key of a fixed length for what it depends on."""
+KeySpan = tuple[int, int, bytes]  # start, end, and key of what it depends on
 
 SHARED_BY_FOLLOWERS = (
     "prompt_token_ids", "seed", "max_total_tokens", "unsplittable", "multimodal",

@@ -18,15 +18,9 @@ from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import num_likeliest, short
 
-NUM_SHOWN = 8
-"""Most wrong token ids that a message lists."""
-
-FAIRNESS_ID_LEN = 256
-"""Most characters of a fairness id."""
-
-LOGPROB_BYTES, STEP_LOGPROB_BYTES = 256, 128
-"""Host memory of one log-probability in a result, and while its step is taken in."""
-
+NUM_SHOWN = 8  # most wrong token ids that a message lists
+FAIRNESS_ID_LEN = 256  # most characters of a fairness id
+LOGPROB_BYTES, STEP_LOGPROB_BYTES = 256, 128  # in a result, and in its step
 FEW_LOGPROBS = 1024
 """Most log-probabilities per position whose memory is not checked: outputs are mostly shorter than
 they may be, and the check would refuse requests that fit."""

@@ -18,8 +18,7 @@ from mrv1.engine.slot_table import SlotTable
 from mrv1.runner.step import Int32Array, Int64Array, RequestId
 
 BoolArray = npt.NDArray[np.bool_]
-NewBlocks = dict[int, tuple[tuple[int, ...], ...]]
-"""Slot -> per head group, block ids to append."""
+NewBlocks = dict[int, tuple[tuple[int, ...], ...]]  # slot -> per head group, block ids to append
 
 
 @dataclass(frozen=True, slots=True)

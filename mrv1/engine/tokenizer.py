@@ -21,19 +21,14 @@ from mrv1.sampler.params import short
 if TYPE_CHECKING:
     from mrv1.multimodal import MultimodalItem
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-"""Stands for bytes that are not UTF-8, or for a character whose bytes are not complete yet."""
-
-MAX_INCOMPLETE = 3
-"""Most replacement characters of an incomplete character: one for each of its bytes."""
-
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # for bytes that are no character, or not yet
+MAX_INCOMPLETE = 3  # most replacement characters of an incomplete one: one per byte
 CONTEXT_TOKENS, WINDOW_TOKENS = 12, 24
 """Least and most tokens, without the new tokens, that ``Detokenizer`` decodes again. The three
 replacement characters that may end a text stand for up to 9 bytes, and up to 3 bytes before them
 may be the rest of an earlier character: 12 tokens, if each token is a byte."""
 
-_NO_UTF8 = re.compile("[\udc80-\udcff]")
-"""A byte that is not part of a character, after a decoding with ``surrogateescape``."""
+_NO_UTF8 = re.compile("[\udc80-\udcff]")  # a byte of no character, by surrogateescape
 
 
 class ChatPrompt(str):
@@ -362,8 +357,7 @@ class Tokenizer:
         return text
 
 
-NO_TOKENIZER = Tokenizer(None)
-"""Gives no text."""
+NO_TOKENIZER = Tokenizer(None)  # gives no text
 
 
 def _strings(value: object, *, keys: bool = False) -> Iterator[str]:

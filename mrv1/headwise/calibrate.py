@@ -19,16 +19,10 @@ import numpy.typing as npt
 from mrv1.errors import ConfigError
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
 
-Head = tuple[int, int]
-"""Layer and KV head."""
-
+Head = tuple[int, int]  # layer and KV head
 Loss = Callable[[HeadPolicy], float]
-
-Method = Literal["greedy", "single"]
-"""``greedy``: several rounds; ``single``: one round."""
-
+Method = Literal["greedy", "single"]  # ``greedy``: several rounds; ``single``: one round
 METHODS: tuple[Method, ...] = get_args(Method)
-
 ROUND_SHARE = 0.25
 """Share of the heads still full that start to stream in a greedy round: ``n`` heads take about
 ``4 * n`` losses, instead of ``n * n / 2`` with one head per round."""

@@ -20,12 +20,9 @@ from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import HeadRole
 
-VERSION = 1
-"""Version of the JSON form."""
-KEYS = ("version", "heads")
-"""Keys of the JSON form, an object that holds lists."""
-DUO_ATTENTION_TABLE = "full_attention_heads.tsv"
-"""The file with the weights of a DuoAttention pattern; its sizes are in ``config.json``."""
+VERSION = 1  # version of the JSON form
+KEYS = ("version", "heads")  # keys of the JSON form, an object that holds lists
+DUO_ATTENTION_TABLE = "full_attention_heads.tsv"  # weights; sizes are in ``config.json``
 
 
 class Visible(NamedTuple):
@@ -73,8 +70,7 @@ class Visible(NamedTuple):
         return range(first, end)
 
 
-FULL = Visible()
-"""A full head sees all tokens."""
+FULL = Visible()  # a full head sees all tokens
 
 
 def _expect(is_right: bool, name: str, expected: str, got: object) -> None:

@@ -22,8 +22,7 @@ class PolicySource(NamedTuple):
     """The policy, if it is the same for every model."""
 
 
-LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}
-"""The settings of a rule, and their least values."""
+LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}  # and least values
 
 
 def policy_source(source: str) -> PolicySource:

@@ -22,15 +22,12 @@ from mrv1.multimodal.reading import ERROR_LEN, check_unmasked, plain_tensor, rea
 from mrv1.options import Range, check_fields, integers, numbers
 
 Modality = Literal["image", "video", "audio"]
-
 FeatureSource = torch.Tensor | npt.NDArray[np.floating] | str | Path
 """A tensor on any device, an array, or the name of a .npy or .safetensors file."""
 
 FEATURE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes that features may have; of 8-bit numbers the scale would be missing."""
-
-DIGEST_BYTES = 16
-"""128 bits, as the digests of the prefix cache."""
+DIGEST_BYTES = 16  # 128 bits, as the digests of the prefix cache
 
 
 def _plain(value: object) -> object:

@@ -13,8 +13,7 @@ from mrv1.errors import RequestError
 from mrv1.multimodal.item import MultimodalItem
 from mrv1.multimodal.reading import check_unmasked, plain_tensor, reading
 
-Ranges = npt.NDArray[np.int32]
-"""[tokens, 2]: token i sees the keys at positions ``[lo, hi)`` of its request."""
+Ranges = npt.NDArray[np.int32]  # [tokens, 2]: keys at positions [lo, hi) of the request
 
 
 def causal_ranges(start: int, end: int) -> Ranges:

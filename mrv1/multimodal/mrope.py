@@ -21,8 +21,7 @@ from mrv1.kernels.step.contracts import MROPE_SPAN_WORDS
 from mrv1.models.vision import VisionConfig
 from mrv1.multimodal.item import MultimodalItem
 
-MAX_POSITIONS = 2**30
-"""Most positions of one item: more than any model's context, and their sums fit int32."""
+MAX_POSITIONS = 2**30  # of one item: over any model's context, and sums fit int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,7 @@ import torch
 
 from mrv1.errors import Mrv1Error, RequestError, short
 
-ERROR_LEN = 200
-"""Most characters of a foreign error that a message repeats."""
+ERROR_LEN = 200  # most characters of a foreign error that a message repeats
 
 
 @contextmanager
