@@ -22,7 +22,7 @@ class PolicySource(NamedTuple):
     """The policy, if it is the same for every model."""
 
 
-LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}  # and least values
+LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}  # least values, by setting
 
 
 def policy_source(source: str) -> PolicySource:
