@@ -60,9 +60,9 @@ class PolicyModel:
     def hidden(self, tokens: TokenIds, policy: HeadPolicy) -> torch.Tensor:
         """Return a prompt's hidden states after the final norm, ``[num_tokens, hidden]``.
 
-        They are in the model's dtype. ``tokens``: ``[num_tokens]``, copied to the device on the
-        current stream. A full head sees all that its layer allows. ConfigError: ``tokens`` has
-        another length, or the policy is for another shape.
+        In the model's dtype. ``tokens``: ``[num_tokens]``, copied to the device on the current
+        stream. A full head sees all of its layer. ConfigError: another length, or a policy for
+        another shape.
         """
         if tokens.shape != (self.num_tokens,):
             raise ConfigError(f"tokens: expected [{self.num_tokens}], got {list(tokens.shape)}")

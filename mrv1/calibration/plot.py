@@ -24,10 +24,7 @@ def require_matplotlib(what: str = "--plot") -> None:
 
 
 def plot_ranking(ranking: HeadRanking, policy: HeadPolicy, path: Path, title: str) -> None:
-    """Write a PNG: a head's colour is its loss. Framed heads stay full, grey ones are not ranked.
-
-    matplotlib must be installed (``require_matplotlib``).
-    """
+    """Write a PNG: colours are losses, framed heads stay full, grey heads are not ranked."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure

@@ -108,10 +108,7 @@ def load_texts(checkpoint: Checkpoint, data: str | Path, num_tokens: int) -> Tex
 
 
 def recall_lines(tokenizer: Any) -> RecallLines:  # noqa: ANN401
-    """Return the parts of the lines with facts and questions, in tokens of a tokenizer.
-
-    Every word is one token: words have equal length, and none is part of another.
-    """
+    """Return the parts of lines: a word is one token, so that none is part of another."""
     vocab: dict[str, int] = tokenizer.get_vocab()
     words = sorted(vocab[token] for token in vocab if _WORD.fullmatch(token))
     return RecallLines(

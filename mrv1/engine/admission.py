@@ -77,8 +77,8 @@ class Admission:
     def num_prompt_tokens(self, most_per_request: int, most: int) -> int:
         """Return how many tokens of waiting requests a step could compute, up to about ``most``.
 
-        Without cached prefixes, requests that lack blocks, and a request's tokens beyond
-        ``most_per_request``.
+        Cached prefixes, requests that lack blocks, and tokens beyond ``most_per_request`` do not
+        count.
         """
         num_tokens = 0
         for request in self.waiting.first(len(self._slots.free)):

@@ -227,10 +227,7 @@ class AsyncLLM:
     def shutdown(self) -> None:
         """End all requests after the step that runs, and give the device memory back; idempotent.
 
-        Every ``generate`` that waits raises a ``RuntimeError``.
-
-        Raises:
-            RuntimeError: this process is a forked child of the engine's process.
+        Every ``generate`` that waits raises a ``RuntimeError``, as does this in a forked child.
         """
         self._engine.check_process()
         self._engine.stop()
@@ -308,10 +305,7 @@ class _EngineThread:
     # --- for all threads --------------------------------------------------------------------
 
     def open(self, req_id: str, num_outputs: int) -> _Stream:
-        """Return the stream of a new request; called in the event loop.
-
-        Raises a CapacityError if the queue is full, and as ``check_open``.
-        """
+        """Return a new request's stream, in its event loop; CapacityError: the queue is full."""
         stream = _Stream(req_id, num_outputs)
         self.check_process()  # before the lock, which a thread of the parent may have had
         with self._lock:

@@ -102,10 +102,7 @@ class Probe:
     def _base(
         self, render: Render, content: Literal["text", "parts"]
     ) -> tuple[Forms, dict[str | None, int]] | None:
-        """Return the better form of arguments, with all contents in one form, and what it prints.
-
-        None: the template raises in both.
-        """
+        """Return the better form of arguments and what it prints; None = both raise."""
         best = None
         for arguments in ("dict", "text") if self.arguments else ("given",):
             forms = Forms(arguments, dict.fromkeys(self.words, content))

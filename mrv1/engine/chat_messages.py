@@ -40,11 +40,10 @@ def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
 
 
 def json_value(name: str, value: object) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a copy of ``value`` in the types that a JSON text gives.
+    """Return a copy of ``value`` in the types that a JSON text gives, as transformers reads it.
 
-    Text, numbers, bool, None, lists, tuples, dicts, numpy's numbers, dataclasses and pydantic
-    models pass, as transformers reads them. Else a template would get "<ndarray>" or "<date>": a
-    RequestError names its place below ``name``.
+    Numpy's numbers, dataclasses and pydantic models pass too. For others a template would get
+    "<ndarray>" or "<date>": a RequestError names the place below ``name``.
     """
     try:
         return _json_value(name, value)

@@ -56,10 +56,7 @@ class EngineCore:
         progress: bool = True,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """Build runner and scheduler; for arguments and errors see ``ModelRunner``.
-
-        ``eos_token_ids``: end-of-sequence tokens in addition to the model configuration's.
-        """
+        """Build runner and scheduler; as ``ModelRunner``, with more end-of-sequence tokens."""
         logits_processors = checked_processors(logits_processors)
         speculation = config.speculation
         self._speculation = None if speculation is None else Speculation(speculation)
@@ -117,8 +114,7 @@ class EngineCore:
     ) -> Request:
         """Queue a request and return the ``Request`` of the first of its ``params.n`` outputs.
 
-        The others are its ``followers``, named ``(req_id, 1)`` and so on. All arguments are
-        copied.
+        The others are its ``followers``, named ``(req_id, 1)`` and so on. Arguments are copied.
 
         Raises:
             RequestError: as ``RequestMaker.make``; or the id is in use, or the request can never
@@ -165,9 +161,9 @@ class EngineCore:
     def step(self) -> list[Request]:
         """Launch steps up to the limit in flight, and take in the oldest step's result.
 
-        Returns the requests that got a token or ended. Any exception but a ``StepError``, such as
-        an interrupt, ends every running request, as launched results are never read; the next call
-        returns them.
+        Returns the requests that got a token or ended. An interrupt, or any exception but a
+        ``StepError``, ends every running request, to be returned by the next call: launched
+        results are never read.
         """
         start = time.perf_counter()
         waited = self._counts["wait_seconds"]
@@ -213,10 +209,7 @@ class EngineCore:
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Free device memory until ``wake_up``, and empty the prefix cache.
-
-        Errors as ``LLM.sleep``, which change nothing, or a StepError as ``add_request``.
-        """
+        """Free device memory and empty the prefix cache; for errors see ``LLM.sleep``."""
         self._check_idle("sleep")
         self._change_memory(self.runner.sleep, level)
 
@@ -226,10 +219,7 @@ class EngineCore:
         self.runner.wake_up(tags)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
-        """Overwrite weights in place, and empty the prefix cache, whose keys are stale.
-
-        Errors as ``LLM.update_weights``, which change nothing, or a StepError as ``add_request``.
-        """
+        """Overwrite weights and empty the prefix cache; errors as ``LLM.update_weights``."""
         self._check_idle("update_weights")
         self._change_memory(self.runner.update_weights, named_tensors, partial=partial)
 

@@ -146,10 +146,7 @@ class FeaturePool:
             self._users[request] = None
 
     def launch(self, num_computed: Int64Array) -> tuple[StagedFeatures, ...]:
-        """Return the items to stage before the launched step; release those that it completes.
-
-        ``num_computed``: tokens computed after it, by slot.
-        """
+        """Return the items to stage; release those computed by slot after the step."""
         if not self._users:
             return ()
         staged, self._staged = tuple(self._staged), []

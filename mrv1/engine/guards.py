@@ -66,8 +66,7 @@ class Turns:
 
     Waiting threads go before one that has just had its turn. An interrupt does no harm: ``with``
     takes and releases the lock, and a thread wrongly listed as waiting only costs the others
-    ``GIVE_WAY_SECONDS`` per turn. A forked child has no turns: the thread that had it is not
-    there.
+    ``GIVE_WAY_SECONDS`` per turn. A forked child starts without turns.
     """
 
     def __init__(self) -> None:

@@ -19,9 +19,7 @@ class HeadPools:
 
     A request's tokens are in the same logical blocks in every group, so it allocates equally many
     of each. Groups differ in the blocks that they free early: those that none of their heads sees.
-
-    Attributes:
-        keeps: the window and sink of each group's blocks; groups without a window first.
+    ``keeps``: the window and sink of each group, those without a window first.
     """
 
     def __init__(

@@ -111,11 +111,7 @@ class LLM:
     # --- whole requests -------------------------------------------------------------------
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of requests whose caller gives none.
-
-        ``SamplingParams()`` with the values of the model's ``generation_config.json``, as the
-        options ``generation_config`` and ``override_generation_config`` say.
-        """
+        """Return the parameters of a request without any: ``default_sampling_params``."""
         return SamplingParams(**self.default_sampling_params)
 
     @property
@@ -307,7 +303,7 @@ class LLM:
         return self.stream(prompt, sampling_params)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
-        """Return one conversation as the prompt that the chat template writes; errors as ``chat``.
+        """Return a conversation as the prompt that the chat template writes; errors as ``chat``.
 
         ``generate``, ``stream`` and ``add_request`` add no special tokens to it.
         """
@@ -468,10 +464,7 @@ class LLM:
         return self._tokenizer.library
 
     def reset_prefix_cache(self) -> bool:
-        """Drop every cached block, so that no later prompt has a prefix hit with earlier ones.
-
-        Returns True; False, with nothing dropped, while a request runs.
-        """
+        """Drop every cached block; return False, with nothing dropped, while a request runs."""
         return self.shared.reset_prefix_cache()
 
     def close(self) -> None:

@@ -27,9 +27,9 @@ def extend_chain(
 ) -> None:
     """Append to ``chain`` the digest of every full block of ``token_ids``, which follow it.
 
-    A digest covers the parent's digest: equal digests mean equal tokens at equal positions. It
-    covers ``extra_key``, anything else that K and V depend on, and the start and key of each of
-    ``key_spans`` that the block overlaps.
+    A digest covers its parent, so that equal ones mean equal tokens at equal positions;
+    ``extra_key``, on which K and V depend too; start and key of each of ``key_spans`` in the
+    block.
     """
     data = np.asarray(token_ids, dtype=np.int32).tobytes()
     block_bytes = block_size * np.dtype(np.int32).itemsize
@@ -63,9 +63,8 @@ def key_spans(
     """Return the spans of a prompt whose K and V depend on more than the tokens up to them.
 
     An item's tokens depend on its content. A token that sees later tokens, or not all earlier
-    ones, changes K and V of all layers but the first, in itself and all tokens that see it: with
-    ranges that do not follow from items alone, everything from there on has the whole prompt's
-    key.
+    ones, changes K and V of all layers but the first, in itself and all tokens that see it. With
+    ranges of the caller, all from there on has the whole prompt's key.
     """
     spans = [(item.start, item.end, item.content_hash) for item in items]
     if ranges is not None and not any(item.bidirectional for item in items):
@@ -91,10 +90,7 @@ class PrefixCache:
         self._slots = slots
 
     def find(self, request: Request) -> list[list[int]]:
-        """Return, per group, the known blocks of the longest prefix of a request.
-
-        Without the block of its last token, which must be computed.
-        """
+        """Return, per group, known blocks of the longest prefix without the last token."""
         if not self.is_enabled or request.lacks_prompt_logprobs:
             return [[] for _ in self._pools]
         self._extend_digests(request, request.num_tokens)

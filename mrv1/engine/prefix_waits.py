@@ -16,8 +16,7 @@ class PrefixWaits:
     """Which blocks running requests compute, and which requests wait for them.
 
     A request waits once at most, for a running request of its own or a more urgent priority, which
-    waits for none. The wait ends when the shared blocks are computed, or the other leaves its
-    slot.
+    waits for none. It waits until the shared blocks are computed, or the other leaves.
     """
 
     def __init__(self, slots: SlotTable, block_size: int, least_tokens: int) -> None:

@@ -29,9 +29,8 @@ they may be, and the check would refuse requests that fit."""
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
     """Raise unless the engine supports the parameters.
 
-    Raises:
-        RequestError: a token is not in the vocabulary, or a field exceeds a limit of the
-            configuration; the message names the field, and the option that raises the limit.
+    RequestError: a token is not in the vocabulary, or a field exceeds a limit; the message names
+    the field, and the option that raises the limit.
     """
     if params.structured_outputs is not None:
         raise RequestError(

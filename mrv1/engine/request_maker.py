@@ -80,13 +80,11 @@ class RequestMaker:
     ) -> Request:
         """Return a request for ``EngineCore.queue``; for arguments see ``RequestOptions``.
 
-        They become its own: the caller must not change them afterwards (``own_params``,
-        ``own_prompt``).
+        The caller must not change them afterwards (``own_params``, ``own_prompt``).
 
-        Raises:
-            RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is
-                over a limit, an item does not fit the model or the prompt, or the id or a range is
-                wrong or not supported.
+        RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is over
+        a limit, an item does not fit the model or the prompt, or the id or a range is wrong or not
+        supported.
         """
         name = own_value("request_id", req_id)
         if not isinstance(name, str) or not name:

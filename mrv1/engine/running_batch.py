@@ -222,10 +222,7 @@ class RunningBatch:
         return self._pools.blocks_for(end - int(self._slots.capacity[request.slot]))
 
     def has_blocks(self, ends: Int64Array, num_tokens: int) -> bool:
-        """Return whether enough blocks are free for the first ``ends`` tokens of every request.
-
-        ``num_tokens`` of these tokens, over all requests, are not computed yet.
-        """
+        """Return whether blocks suffice for ``ends``; ``num_tokens`` are not computed yet."""
         num_free = self._pools.num_free
         if num_free >= num_tokens:  # a token needs one new block at most
             return True
@@ -255,8 +252,7 @@ class RunningBatch:
     def shrink(self, request: Request, end: int, new_blocks: NewBlocks) -> None:
         """Give back the blocks that a request's first ``end`` tokens do not need.
 
-        They are taken from ``new_blocks``, allocated by the step being planned: no step has used
-        them.
+        They come from ``new_blocks`` of the step being planned: no step has used them.
         """
         pools, slot = self._pools, request.slot
         count = int(self._slots.capacity[slot]) // pools.block_size - pools.blocks_for(end)
@@ -273,8 +269,7 @@ class RunningBatch:
     def num_free_soon(self) -> int:
         """Return how many blocks of every group will be free when the steps in flight are over.
 
-        Whatever tokens these draw: from requests that end by length, and from windows that move
-        on.
+        They come from requests that end by length and from windows: the tokens do not matter.
         """
         pools, slots = self._pools, self._slots
         num_free = np.array([pool.num_free + pool.num_quarantined for pool in pools])
@@ -371,10 +366,7 @@ class RunningBatch:
             first_live[index] = np.maximum(starts, firsts)
 
     def cache_blocks(self) -> None:
-        """Register the full blocks of all running requests with the prefix cache, for a look-up.
-
-        A request that leaves registers its own.
-        """
+        """Register running requests' full blocks for a look-up; they do it when they leave."""
         index = self.rows.index
         num_full = self._slots.num_landed[index] // self._pools.block_size
         is_new = num_full > self._slots.num_cached_blocks[index]

@@ -34,13 +34,10 @@ class SamplingDefaults:
         source: str | Path | None,
         override: Mapping[str, Any] | None = None,
     ) -> SamplingDefaults:
-        """Return the defaults of a model.
+        """Return a model's defaults, with those of ``override`` (None removes one).
 
-        ``source`` is ``EngineConfig.generation_config``. Values of ``override`` replace the
-        file's; None removes it.
-
-        Raises:
-            ConfigError: the file or a value is wrong; the message names the file and the field.
+        ``source``: ``EngineConfig.generation_config``. ConfigError: a value or the file is wrong;
+        the message names the file and the field.
         """
         file, content = checkpoint.generation_config(source)
         is_off = source in ("vllm", None)

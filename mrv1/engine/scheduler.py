@@ -38,13 +38,11 @@ class Scheduler:
     is *stale* if its request ended or was preempted after the launch: the epoch of its slot has
     then changed, and the row is dropped.
 
-    **Blocks.** A block freed while steps are in flight is quarantined until the newest of them is
-    over. If these will free enough blocks, nothing is preempted: a request without blocks is left
-    out.
+    **Blocks.** A block freed while steps are in flight is quarantined until they are over. If
+    these will free enough blocks, nothing is preempted: a request without blocks is left out.
 
     ``Admission`` decides which requests enter, ``StepBudget`` who gets how many tokens;
-    ``SlotTable`` counts progress, ``RunningBatch`` manages blocks, ``take_output`` applies
-    outputs.
+    ``SlotTable`` counts progress, ``RunningBatch`` manages blocks.
     """
 
     def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
@@ -207,10 +205,7 @@ class Scheduler:
         return None if drafts and self._in_flight else drafts
 
     def _plan_with_drafts(self, drafts: dict[int, tuple[int, ...]]) -> StepPlan | None:
-        """Return the plan of a step of all running requests; None if tokens or blocks are short.
-
-        Drafts preempt no request.
-        """
+        """Return a plan of all running requests, none preempted; None if tokens or blocks lack."""
         rows = self._batch.rows
         each = tuple([drafts.get(row, ()) for row in range(len(rows.requests))])
         counts = np.array([1 + len(own) for own in each])
@@ -251,9 +246,8 @@ class Scheduler:
     def _share(self) -> tuple[Int64Array, bool]:
         """Return how far each running request is computed, and whether blocks ran out.
 
-        For a step whose tokens or blocks may not suffice. May preempt requests: the ends,
-        ``[running]``, are of those that still run; without tokens in this step, their number of
-        computed tokens.
+        May preempt requests; the ends, ``[running]``, are of those that still run. A request
+        without tokens in this step ends at its computed tokens.
         """
         batch, slots, budget = self._batch, self._slots, self._budget
         budget.share()

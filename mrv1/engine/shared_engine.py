@@ -175,10 +175,7 @@ class SharedEngine:
     @in_turn
     @recovers
     def take_changed(self, takes: Callable[[RequestGroup], bool]) -> list[RequestOutput]:
-        """Return the changed outputs that have ended or that ``takes`` accepts; keep the others.
-
-        A later call asks for those before it asks for newer ones.
-        """
+        """Return changed outputs that have ended or that ``takes`` accepts; keep the others."""
         outputs = []
         for group in tuple(self._awaited.values()):
             if group.finished or takes(group):

@@ -23,10 +23,7 @@ class Speculation:
     def propose(
         self, requests: Sequence[Request], room: Sequence[int]
     ) -> dict[int, tuple[int, ...]]:
-        """Return the drafts of a step by row; none if too few would be accepted to be worth it.
-
-        ``room``: the most drafts of each row.
-        """
+        """Return drafts by row, up to ``room``; none if too few to be worth it would pass."""
         drafts, gain = {}, 0.0
         for row, (request, most) in enumerate(zip(requests, room, strict=True)):
             if most <= 0:
@@ -41,10 +38,7 @@ class Speculation:
         return drafts if gain >= MIN_GAIN * len(requests) else {}
 
     def note(self, step: LaunchedStep, output: StepOutput, succeeded: BoolArray | None) -> None:
-        """Count the accepted drafts of a step that is over, its tokens appended to their requests.
-
-        ``succeeded``: as in ``RunningBatch.land``.
-        """
+        """Count accepted drafts of a step whose tokens are appended; as ``RunningBatch.land``."""
         for row, drafts in enumerate(step.draft_token_ids):
             if not drafts or not (succeeded is None or succeeded[row]):
                 continue

@@ -52,8 +52,7 @@ class StepBudget:
 
     **Chunks beside decodes.** ``max_mixed_prefill_tokens`` limits the tokens of all chunks of a
     step with decodes together (``room``), unless more prompt tokens wait than a step holds: then
-    throughput counts. The first chunk has at least a block's tokens, or the span that it begins
-    with.
+    throughput counts. The first has at least a block's tokens, or its first span.
 
     **Padding.** With ``padding``, a step that is not full leaves the last tokens of its chunks to
     the next step, where a smaller CUDA graph then runs it and that saves time (``trim``).
@@ -87,8 +86,7 @@ class StepBudget:
     ) -> None:
         """Find out whether chunks must be cut: for decodes, or because they are long.
 
-        ``counts``: tokens that each running request wants; ``prompt_tokens``:
-        ``num_prompt_tokens``.
+        ``counts``: tokens wanted by request; ``prompt_tokens``: ``Admission.num_prompt_tokens``.
         """
         chunks = counts[counts > 1]
         most_per_request = self._threshold or self._max_tokens + 1
@@ -117,10 +115,7 @@ class StepBudget:
     # --- fit and take -----------------------------------------------------------------------
 
     def fit(self, request: Request, start: int, count: int, *, enters: bool = False) -> int:
-        """Return how many of a request's ``count`` tokens from ``start`` on the step may have.
-
-        ``enters``: the request waits, and may get a slot in this step.
-        """
+        """Return how many of ``count`` tokens the step may have; ``enters``: it still waits."""
         if enters or (self.promised is not None and request is self.promised[0]):
             self._num_kept = 0
         fitting = min(count, max(self.num_left - self._num_kept, 0))
@@ -159,9 +154,8 @@ class StepBudget:
     def rest(self, step: NextStep, batch: RunningBatch, num_free: int) -> bool:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.
 
-        Not to those with items or spans, which are served in their turn; nor is a request
-        preempted: ``num_free`` blocks can be allocated. Raises ``step.ends`` in place; returns
-        whether there were any.
+        Not to those with items or spans, served in their turn, nor beyond ``num_free`` blocks, for
+        which nobody is preempted. Raises ``step.ends`` in place; returns whether there were any.
         """
         limited, self._limited = self._limited, []
         if not limited or step.is_starved:

@@ -172,10 +172,7 @@ def _failure(
 
 
 def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int, num_tokens: int) -> None:
-    """Append a row's log-probabilities, for ``num_tokens`` tokens that are appended already.
-
-    Prompt positions that are known already are left out.
-    """
+    """Append a row's log-probabilities, of the prompt only those not known yet."""
     request = step.rows.requests[row]
     if request.params.wants_logprobs and step.samples[row]:
         request.output_logprobs += output.logprobs[row].one_by_one(num_tokens)

@@ -49,10 +49,7 @@ class Tokenizer:
     """The tokenizer of one checkpoint; a checkpoint without one takes and gives token ids only."""
 
     def __init__(self, path: Path | None) -> None:
-        """Load the tokenizer of the checkpoint at ``path``, if it has one; None = no checkpoint.
-
-        ConfigError: there are tokenizer files, but they cannot be loaded.
-        """
+        """Load the tokenizer at ``path`` (None = none); ConfigError: its files are damaged."""
         self._path = path
         self._tokenizer: Any = None
         self._byte_tokens: list[int] = []  # [256] by byte, with byte fallback; else empty
@@ -116,8 +113,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a prompt, with the special tokens that the checkpoint adds.
 
-        A ``ChatPrompt`` has its template's own. RequestError: the checkpoint has no tokenizer, or
-        the text is not valid Unicode.
+        A ``ChatPrompt`` has its own. RequestError: there is no tokenizer, or the text is not
+        Unicode.
         """
         if isinstance(text, ChatPrompt) and text.token_ids is not None:
             return list(text.token_ids)
@@ -281,11 +278,9 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of ``token_ids``; empty without a tokenizer.
 
-        Without special tokens, unless ``with_special_tokens`` made this tokenizer. It is
-        transformers' text, without two rules by which later tokens would change the text of
-        earlier ones: spaces are not cleaned up, and where a run of single-byte tokens (byte
-        fallback) is not UTF-8, only a byte that is not part of a character becomes U+FFFD, instead
-        of every byte of the run.
+        Transformers' text, without two rules by which later tokens would change earlier text:
+        spaces are not cleaned up, and of a run of single-byte tokens (byte fallback) that is not
+        UTF-8, only the bytes of no character become U+FFFD, not all.
         """
         if self._tokenizer is None:
             return ""
@@ -408,7 +403,7 @@ class Detokenizer:
     def text(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """Return the text of all tokens, which extend the tokens of the last call.
 
-        If ``is_last``, no tokens will follow, so that incomplete characters are shown too.
+        ``is_last``: no tokens will follow, so that incomplete characters are shown too.
         """
         if not self._tokenizer.is_loaded:
             return ""
@@ -439,13 +434,9 @@ class Detokenizer:
 class OutputText:
     """The text of one request's output as it grows, up to the first stop string in it.
 
-    Args:
-        tokenizer: the checkpoint's tokenizer.
-        stop: strings that end the output: the one that ends first, then the first in ``stop``.
-        include_stop: whether the text includes the stop string at its end.
-        min_tokens: least tokens of an output that a stop string may end.
-        stop_token_sequences: token sequences that may end the output too, and then are not text.
-        start: as for ``Detokenizer``.
+    ``stop`` are strings that end it: the first to end, then the first given. ``include_stop``: the
+    text includes it. ``min_tokens``: least tokens before one counts. ``stop_token_sequences`` may
+    end the output too, and then are not text. ``start`` is as for ``Detokenizer``.
     """
 
     def __init__(
@@ -470,10 +461,7 @@ class OutputText:
         self._stopped: tuple[str, str] | None = None  # stop string found, and the text up to it
 
     def find_stop(self, token_ids: Sequence[int], *, is_last: bool) -> str | None:
-        """Return the first stop string that was found in the output; None = none was found.
-
-        If ``is_last``, no tokens will follow, so that incomplete characters are searched too.
-        """
+        """Return the first stop string found or None; for ``is_last`` see ``Detokenizer.text``."""
         if not self._stop:
             return None
         if self._stopped is not None:

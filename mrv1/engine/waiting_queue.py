@@ -18,10 +18,7 @@ FEW_PRIORITIES = 16  # priorities of which no request waits that the queue keeps
 
 
 class WaitingQueue(OrderedDict[RequestId, Request]):
-    """Requests by id, first come, first served.
-
-    The followers of a request may be held back until its prompt is computed.
-    """
+    """Requests by id, first come, first served, and followers that wait for a computed prompt."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Rank heads by the loss of the model when they stream.
+"""Rank heads by the loss of the model when they stream, which the caller's function returns.
 
 The loss of a single streaming head says little where other heads can stand in for it, so heads
 start to stream in rounds: each tries every head that is still full, one at a time, together with
 those that stream already, and the heads with the least loss stream from then on. One round of all
-heads is the plain ranking by single losses. The caller passes the function that runs the model.
+heads is the plain ranking by single losses.
 """
 
 from __future__ import annotations
@@ -104,10 +104,7 @@ def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head
 
 
 def round_size(num_heads: int, method: Method) -> int:
-    """Return the most of ``num_heads`` full heads that start to stream in a round.
-
-    Raises a ConfigError if there is no such method.
-    """
+    """Return the most heads that start to stream in a round; ConfigError: no such method."""
     if method not in METHODS:
         raise ConfigError(f"method: expected one of {METHODS}, got {method!r}")
     return num_heads if method == "single" else max(int(num_heads * ROUND_SHARE), 1)
@@ -141,8 +138,8 @@ def rank_heads(
         num_kv_heads: KV heads of each layer.
         heads: heads to rank; of heads with equal losses the first streams first.
         streaming: window and sink of a streaming head.
-        loss: returns the loss of a policy in nats; called ``num_losses`` times, and more if rounds
-            are halved.
+        loss: returns a policy's loss in nats; called ``num_losses`` times, more if rounds are
+            halved.
         method: several rounds, or one.
         on_round: called before each round with the number of heads that are still full.
 

@@ -45,9 +45,8 @@ class HeadGroups:
     ) -> HeadGroups:
         """Return a group for each (window, sink), which keeps only blocks that its heads see.
 
-        The table of a streaming group is a ring of blocks of ``block_size`` tokens, if the ring
-        has fewer columns than the longest request, of ``max_model_len`` tokens, has blocks.
-        ``max_query_len``: most tokens of one request in one step.
+        The table of a streaming group is a ring, if that has fewer columns than the longest
+        request has blocks. ``max_query_len``: most tokens of one request in one step.
         """
         seen = policy.groups
 
@@ -72,10 +71,7 @@ class HeadGroups:
 
     @classmethod
     def of_heads(cls, policy: HeadPolicy, *, block_size: int, max_model_len: int) -> HeadGroups:
-        """Return a group of full-width tables for each head index, for callers who manage pages.
-
-        The form of FastDeploy's pull request 7718.
-        """
+        """Return full-width tables per head index, the form of FastDeploy's pull request 7718."""
         return cls._build(
             policy, [FULL] * policy.num_kv_heads, lambda _, head: head,
             block_size=block_size, max_model_len=max_model_len,
@@ -118,9 +114,9 @@ class HeadGroups:
         return cls(policy, tuple(groups), group_of_head)
 
     def slice(self, rank: int, size: int) -> HeadGroups:
-        """Return the same groups with the heads of one of ``size`` tensor-parallel ranks.
+        """Return the same groups with the heads of one tensor-parallel rank, maybe none in some.
 
-        Some may have none: every rank takes the same block ids. Errors as ``HeadPolicy.slice``.
+        Every rank takes the same block ids. Errors as ``HeadPolicy.slice``.
         """
         policy = self.policy.slice(rank, size)
         first = rank * self.policy.num_kv_heads // size

@@ -43,10 +43,9 @@ class Visible(NamedTuple):
         return -(-self.sink // block_size)
 
     def num_blocks(self, block_size: int, query_len: int = 1) -> int:
-        """Return the most blocks that a request of any length needs in a streaming head.
+        """Return the most blocks that a streaming head needs; a ValueError if the head is full.
 
         They hold ``query_len`` tokens, the most of a step, and the window of the first.
-        ValueError: the head is full.
         """
         if self.is_full:
             raise ValueError("num_blocks: expected a streaming head, got a full one")
@@ -56,10 +55,7 @@ class Visible(NamedTuple):
     def first_live(
         self, num_tokens: npt.NDArray[np.int64] | int, block_size: int
     ) -> npt.NDArray[np.int64]:
-        """Return the first logical block after the sink that a streaming head still sees.
-
-        The next token, at position ``num_tokens``, sees window - 1 tokens before it.
-        """
+        """Return the first logical block after the sink that the token at ``num_tokens`` sees."""
         oldest = (num_tokens - (self.window - 1)) // block_size
         return np.maximum(oldest, self.sink_blocks(block_size))
 
@@ -414,10 +410,7 @@ class HeadPolicy:
         return tuple(HeadRole(window=seen.window, sink=seen.sink) for seen in self.heads[layer])
 
     def num_tokens_held(self, num_tokens: int) -> int:
-        """Return how many (token, head) pairs of a context its next token sees, over all layers.
-
-        Times the bytes of one token in one head, this is the least memory of the keys and values.
-        """
+        """Return how many (token, head) pairs the next token sees: the least K and V to keep."""
         total = 0
         for layer in self.heads:
             for seen in layer:

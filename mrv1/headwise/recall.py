@@ -61,12 +61,11 @@ def recall_prompt(
     Args:
         rng: source of every draw.
         lines: the parts of facts and questions.
-        filler: ``[num_tokens]`` the text in which the lines replace tokens.
+        filler: ``[num_tokens]`` text in which the lines replace tokens.
         num_facts: facts of the prompt, each with a key of its own.
         first: least index of a fact.
-        distance: least tokens from a fact's value to its answer. Questions come in a random order
-            of their own. Of the tokens that ``distance`` leaves, facts lie in the first half and
-            questions in the second.
+        distance: least tokens from a fact's value to its answer. Questions come in random order.
+            Of the tokens that it leaves, facts lie in the first half and questions in the second.
         exact: whether every distance is exactly ``distance``, with questions in the facts' order.
 
     Raises:

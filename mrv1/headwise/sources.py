@@ -36,8 +36,8 @@ def policy_source(source: str) -> PolicySource:
 
     Raises:
         ConfigError: a setting is unknown, missing, given twice or out of its range, or a file
-            cannot be read or is not a policy. ``of_model`` raises it if a checkpoint's fields are
-            missing, wrong or do not fit the model.
+            cannot be read or is not a policy; of ``of_model``: a checkpoint's fields are missing,
+            wrong or do not fit the model.
     """
     path = Path(source)
     try:

@@ -123,9 +123,9 @@ class MultimodalItem:
 
     @cached_property
     def content_hash(self) -> bytes:
-        """Digest of all that keys and values depend on, except the place in the prompt.
+        """Lazy digest of all that keys and values depend on, except the place in the prompt.
 
-        Lazy. Without ``cache_key`` it reads all features, which waits for a GPU that holds them.
+        Without ``cache_key`` it reads all features, and waits for their GPU.
         """
         fields = (self.modality, self.grid_thw, self.second_per_grid, self.bidirectional)
         tensor = self.tensor
@@ -150,8 +150,8 @@ class MultimodalItem:
     ) -> MultimodalItem:
         """Return the item with features for a model and the same hash; itself if it fits.
 
-        ``pin_memory`` moves features on the CPU to pinned memory. RequestError: the hidden size
-        differs, or a value is too large for ``dtype``, that of the model's embeddings.
+        ``pin_memory`` pins features on the CPU. RequestError: the hidden size differs, or a value
+        is too large for ``dtype``.
         """
         tensor = self.tensor
         if tensor.shape[1] != hidden_size:
@@ -276,10 +276,7 @@ def as_items(given: object) -> list[MultimodalItem]:
 def in_order(
     items: Iterable[MultimodalItem], num_prompt_tokens: int
 ) -> tuple[MultimodalItem, ...]:
-    """Return a request's items in the order of its prompt.
-
-    RequestError: an item ends after the prompt, or two items overlap.
-    """
+    """Return items in the order of the prompt; RequestError: two overlap, or one ends after it."""
     for item in items:
         if item.end > num_prompt_tokens:
             raise RequestError(
@@ -302,11 +299,7 @@ def check_placeholders(
     prompt_token_ids: Sequence[int],
     placeholders: Mapping[str, int],
 ) -> None:
-    """Check that items stand at placeholders, and that there is an item for each placeholder.
-
-    ``placeholders``: the model's token ids by modality. RequestError: a token of an item is
-    another one, or a placeholder belongs to no item.
-    """
+    """Raise a RequestError unless items and placeholders (token ids by modality) match."""
     token_ids = np.array(prompt_token_ids)
     is_left = np.isin(token_ids, list(placeholders.values()))
     for item in items:

@@ -38,8 +38,7 @@ def mrope_positions(
 ) -> MRopePositions:
     """Return the positions of a request, whose items are in the order of its prompt.
 
-    RequestError: an item has no grid, a grid that does not fit its features or the model, or no
-    place in M-RoPE.
+    RequestError: an item's grid is missing or does not fit, or it has no place in M-RoPE.
     """
     spans: list[tuple[int, ...]] = []
     delta = num_positions = 0

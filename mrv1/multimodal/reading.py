@@ -45,8 +45,8 @@ def check_unmasked(argument: str, value: object) -> None:
 def plain_tensor(argument: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a caller's tensor without its gradient, conjugate or negative bit.
 
-    Its memory is shared, if it has neither bit. RequestError, which names ``argument``: it is of
-    another class, or not in the memory of a CPU or a GPU as one block of numbers.
+    Shares its memory, if it has neither bit. RequestError: it is of another class, or not in the
+    memory of a CPU or a GPU as one block of numbers.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__
