@@ -285,6 +285,9 @@ def test_a_character_that_the_prompt_begins_is_text_of_the_output(
         literal = [first + byte for byte in f"a{FFFD}".encode()]  # that is U+FFFD itself
         output = OutputText(tokenizer, start=tokenizer.after(literal))
         assert output.text(ids[:1], is_last=True) == "a"
+        for at in (2, 3):  # within its bytes: it counts as the U+FFFD that ends the prompt's text
+            output = OutputText(tokenizer, start=tokenizer.after(literal[:at]))
+            assert output.text([*literal[at:], *ids[:1]], is_last=True) == "a"
 
 
 def _joined(ids: Sequence[int]) -> str:
