@@ -25,7 +25,7 @@ INT32_MAX = 2**31 - 1
 
 
 def env_flag(name: str, default: str = "0") -> bool:
-    """Return a variable as a bool, ``default`` if it is unset; ConfigError: another word."""
+    """Return a variable as a bool, ``default`` if it is unset; ConfigError: no 1, yes, 0, off."""
     value = os.environ.get(name, default).lower()
     if value in ("1", "true", "on", "yes", "y"):
         return True

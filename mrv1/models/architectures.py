@@ -15,7 +15,7 @@ QKNormKind = Literal["none", "head", "vector"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one family uses the common decoder. A text names a checkpoint's setting."""
+    """How one family uses the common decoder; a bias may name the setting that decides."""
 
     model_type: str
     """``model_type`` in config.json, which is used if ``architectures`` is absent."""

@@ -281,7 +281,7 @@ def _text_names(stored_names: Iterable[str]) -> dict[str, str]:
 
 
 def scale_names(layer: int, part: str) -> tuple[str, ...]:
-    """Return the names that tools give the scale of ``part``, ``"k"`` or ``"v"``."""
+    """Return names of the scale of "k" or "v": compressed-tensors', vLLM's and ModelOpt's."""
     attention = f"model.layers.{layer}.self_attn"
     return (
         f"{attention}.{part}_scale",

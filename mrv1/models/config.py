@@ -37,7 +37,7 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and options of a decoder-only model; ConfigError: sizes contradict or do not fit."""
+    """Shape and options of a decoder-only model; ConfigError: contradictory, unsupported."""
 
     architecture: str
     """Key of ``mrv1.models.architectures.ARCHITECTURES``."""

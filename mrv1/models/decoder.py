@@ -240,7 +240,7 @@ class DecoderModel:
         rope: Rope,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """Norm (unless all heads are one vector), rotate and store; return the queries."""
+        """Norm and rotate queries and keys; store keys and values; return the queries."""
         config, norm = self.config, None
         if layer.q_norm is not None and layer.k_norm is not None:
             if config.qk_norm == "head":

@@ -129,7 +129,7 @@ class Vocabulary:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The tokens' texts; none without a vocabulary. ConfigError: a text comes twice."""
+        """The tokens' texts; none without a vocabulary. ConfigError: not different texts."""
         tokens = self._list(TOKENS, str, [])
         tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(tokens)]
         if len(set(tokens)) < len(tokens):

@@ -215,7 +215,7 @@ class Sampler:
         return self._ops.sample_tokens(logits, temperature, seeds, positions, **given)
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:
-        """Divide edited ``[rows, vocab]`` by temperature and filter (-inf); greedy rows stay."""
+        """Return new logits: edited ones by temperature, -inf if filtered; greedy rows stay."""
         rows = idx_mapping.clamp(min=0)
         temperature = self._slots["temperature"][rows]
         is_drawn = (temperature > 0)[:, None]
