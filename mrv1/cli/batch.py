@@ -242,10 +242,8 @@ def _positions(
     positions: Sequence[dict[int, Logprob] | None],
 ) -> list[dict[int, dict[str, Any]] | None]:
     return [
-        None
-        if position is None
-        else {token: _logprob(logprob) for token, logprob in position.items()}
-        for position in positions
+        None if each is None else {token: _logprob(logprob) for token, logprob in each.items()}
+        for each in positions
     ]
 
 

@@ -99,8 +99,7 @@ def compare(
     context: Context = 131_072,
 ) -> None:
     """Show the heads in which two policies differ, and how much of the cache each needs."""
-    policies = [_read(source, model) for source in (first, second)]
-    one, other = policies
+    one, other = policies = [_read(source, model) for source in (first, second)]
     if (one.num_layers, one.num_kv_heads) != (other.num_layers, other.num_kv_heads):
         raise ConfigError(
             f"policy compare: expected policies for one model, got {_shape(one)} and "

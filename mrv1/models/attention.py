@@ -118,13 +118,12 @@ class KernelBackend:
                     read_early=True,  # the previous launch is the layer's qkv_cache_write
                 )
                 self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
+        starts = batch.query_start_loc[num_decodes:] - num_decodes if is_mixed else None
         self._planned = _Planned(
             batch=batch,
             num_decodes=num_decodes,
             plans=plans,
-            prefill_start_loc=batch.query_start_loc[num_decodes:] - num_decodes
-            if is_mixed
-            else None,
+            prefill_start_loc=starts,
             splits=self._splits(batch, caches, num_decodes),
         )
 

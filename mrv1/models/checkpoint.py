@@ -223,8 +223,7 @@ class Checkpoint:
             return Scan(problems=[str(error)])
         others = sorted(p.name for p in self.path.glob("*") if p.suffix in _WEIGHT_SUFFIXES)
         found = ", ".join(others) or "none"
-        problem = f"weights: expected {SINGLE_FILE} or {INDEX_FILE}, got {found}"
-        return Scan(problems=[problem])
+        return Scan(problems=[f"weights: expected {SINGLE_FILE} or {INDEX_FILE}, got {found}"])
 
     def _scan_shards(self, weight_map: Mapping[str, str]) -> Scan:
         """Return the tensors that an index places in shards, and every difference to them."""

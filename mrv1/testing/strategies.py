@@ -163,11 +163,7 @@ class LayoutCase:
         if self.kind != "head_groups":
             count = max(self.num_blocks) * heads * size
             return [head * size for head in range(heads)], [heads * size] * heads, count
-        groups = [role.group for role in self.roles]
-        members = [groups.count(g) for g in range(len(self.num_blocks))]
-        sizes = [n * b * size for n, b in zip(members, self.num_blocks, strict=True)]
-        base = [sum(sizes[:g]) + groups[:h].count(g) * size for h, g in enumerate(groups)]
-        return base, [members[g] * size for g in groups], sum(sizes)
+        return _group_addresses([role.group for role in self.roles], self.num_blocks, size)
 
     def layout(self, device: torch.device | str = "cpu") -> KVLayout:
         """Return the ``KVLayout`` of these numbers on ``device``."""
@@ -422,16 +418,19 @@ def _addresses(
         base = [head * head_dim for head in range(num_heads)]
         return base, [block_size * num_heads * head_dim] * num_heads, num_heads * head_dim
     if kind == "head_groups":
-        sizes = [groups.count(g) for g in range(len(num_blocks))]
-        group_base = np.cumsum(
-            [0, *(n * b * page for n, b in zip(sizes, num_blocks, strict=True))]
-        )
-        base = [
-            int(group_base[group]) + groups[:head].count(group) * page
-            for head, group in enumerate(groups)
-        ]
-        return base, [sizes[group] * page for group in groups], head_dim
+        base, block_stride, _ = _group_addresses(groups, num_blocks, page)
+        return base, block_stride, head_dim
     return [head * page for head in range(num_heads)], [num_heads * page] * num_heads, head_dim
+
+
+def _group_addresses(
+    groups: Sequence[int], num_blocks: Sequence[int], page: int
+) -> tuple[list[int], list[int], int]:
+    """Return each head's base and block stride, and the size, of groups in consecutive parts."""
+    members = [groups.count(g) for g in range(len(num_blocks))]
+    sizes = [n * b * page for n, b in zip(members, num_blocks, strict=True)]
+    base = [sum(sizes[:g]) + groups[:h].count(g) * page for h, g in enumerate(groups)]
+    return base, [members[g] * page for g in groups], sum(sizes)
 
 
 def _draw_padding(draw: DrawFn, case: LayoutCase, unit: int) -> LayoutCase:
@@ -647,12 +646,8 @@ class _Caches:
         """Return NaN codes and NaN scales, or the scales given per head."""
         k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
         if static is not None:
-            return cls(
-                layout=layout,
-                k=k,
-                v=v,
-                scales=KVScales.per_head(static[0].clone(), static[1].clone()),
-            )
+            per_head = KVScales.per_head(static[0].clone(), static[1].clone())
+            return cls(layout=layout, k=k, v=v, scales=per_head)
         base, block_stride, count = layout.scale_addresses(4 if granularity == "quarter" else None)
         scales = KVScales.build(
             torch.full((count,), math.nan),
