@@ -1,11 +1,11 @@
 """Triton kernels as plain functions on torch tensors; each has an oracle in :mod:`.reference`.
 
 Every op launches on the current stream, waits for nothing and can be captured in a CUDA graph.
-Arguments are checked on the host: shape, dtype, device and strides, never values on the device.
+Arguments are checked on the host: shape, dtype, device and strides, never values on the device. A
+CPU tensor without the interpreter, or a GPU tensor with it, is an UnsupportedDeviceError.
 
 On a machine without a GPU set ``TRITON_INTERPRET=1`` before the process starts, or call
-``mrv1.kernels.reference``, which has the same functions in plain torch. The first use of an op
-imports its module and triton, so the rest of mrv1 works without triton.
+``mrv1.kernels.reference``. The first use of an op imports its module and triton.
 """
 
 from __future__ import annotations
@@ -59,12 +59,7 @@ else:
 
 
 def __getattr__(name: str) -> object:
-    """Import the op ``name`` and return it.
-
-    Raises:
-        AttributeError: there is no op ``name``.
-        ConfigError: triton is not installed.
-    """
+    """Import the op ``name``; AttributeError if there is none, ConfigError without triton."""
     if name not in MODULE_OF_OP:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     op = globals()[name] = launcher(name)

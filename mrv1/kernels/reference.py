@@ -1,7 +1,7 @@
 """The ops of ``mrv1.kernels`` in plain torch, with the same names and signatures.
 
 The oracles are the specification that each kernel is tested against, and the path ``reference``,
-which runs on a CPU. They are written to be read, not to be fast. They compute in float32, or in
+which runs on a CPU. They are written to be read, not to be fast, and compute in float32, or in
 float64 where the input is float64.
 """
 

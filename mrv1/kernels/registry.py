@@ -1,7 +1,6 @@
 """The one list of ops: the oracle and launcher of each op, and the choice of their path.
 
 To add an op, add a line to ``Ops`` and an import of the launcher for type checkers.
-``mrv1.kernels`` exports the ops listed here, and ``mrv1.kernels.reference`` exports all oracles.
 """
 
 from __future__ import annotations
@@ -57,13 +56,10 @@ def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
 
 
 class Ops:
-    """The ops of one path.
+    """The ops of one path; ``op`` returns the op of a name.
 
     The class attributes are the oracles. The kernels have the same signatures, so calls are
     type-checked.
-
-    Args:
-        op: returns the op of a name.
     """
 
     add_features = _op(reference.add_features, "layers.add_features")
@@ -95,11 +91,7 @@ class Ops:
 
 
 def launcher(name: str) -> object:
-    """Import an op's module and return its launcher.
-
-    Raises:
-        ConfigError: triton is not installed.
-    """
+    """Import an op's module and return its launcher; ConfigError if triton is not installed."""
     return getattr(import_module(f"mrv1.kernels.{MODULE_OF_OP[name]}"), name)
 
 

@@ -125,13 +125,9 @@ def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> No
 def check_drafts(
     logits: torch.Tensor, ahead: torch.Tensor | None, draft_token_ids: torch.Tensor | None
 ) -> None:
-    """Raise unless ``ahead`` and ``draft_token_ids`` both fit ``logits``, or both are None.
+    """Raise unless ``ahead`` and ``draft_token_ids`` both fit [rows, vocab] logits, or are None.
 
-    Args:
-        logits: [rows, vocab].
-        ahead: [rows] int32 or int64, contiguous: how many drafts precede each row's logits.
-        draft_token_ids: [requests, max_drafts] int32, unit last stride; every request has
-            rows / requests rows of ``logits``.
+    ``ahead`` is how many drafts precede each row's logits; every request has rows / requests rows.
     """
     if ahead is None and draft_token_ids is None:
         return

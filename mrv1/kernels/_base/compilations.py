@@ -9,10 +9,7 @@ _is_watched = False
 
 
 def watch_compilations() -> Counter[str]:
-    """Return this process's counts by kernel name since the first call; the counter stays live.
-
-    A hook that was installed before is still called.
-    """
+    """Return live counts by kernel name since the first call; an earlier hook is still called."""
     global _is_watched
     if not _is_watched:
         from mrv1.kernels._base.triton import triton

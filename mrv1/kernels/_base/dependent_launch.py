@@ -1,8 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the previous kernel in the stream ends.
 
-A launch costs about a microsecond between two short kernels. With a dependent launch, the next
-kernel's programs are already on the GPU when the previous kernel ends, and may have loaded data
-that no earlier kernel writes (weights)::
+It saves about a microsecond between two short kernels: the next kernel's programs are on the GPU
+when the previous kernel ends, and may have loaded data that no earlier kernel writes (weights)::
 
     wait_for_previous(OVERLAP)   before the first access to memory that another kernel touches
     let_next_start(OVERLAP)      once all programs got here, the next kernel's programs may start
@@ -36,12 +35,7 @@ def let_next_start(OVERLAP: tl.constexpr):
 
 
 def overlap_options(device: torch.device, *, worthwhile: bool = True) -> dict[str, bool]:
-    """Return the launch's options: the constexpr ``OVERLAP``, and ``launch_pdl`` where it is True.
-
-    Args:
-        device: where the kernel runs.
-        worthwhile: whether a dependent launch makes this launch faster.
-    """
+    """Return the constexpr ``OVERLAP``, and ``launch_pdl`` where it is True."""
     if worthwhile and has_dependent_launch(device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

@@ -1,7 +1,7 @@
 """The only module that imports Gluon, Triton's language of explicit layouts, copies and barriers.
 
-Gluon is experimental: Triton 3.6, 3.7 and 3.9 differ in some names, which are settled here.
-Triton's interpreter does not run it.
+Gluon is experimental: names that differ in Triton 3.6, 3.7 and 3.9 are settled here. Triton's
+interpreter does not run it.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ def aggregate(cls: _Class) -> _Class:
     """Make a value of kernels out of a class of annotated fields and ``gluon.jit`` methods.
 
     Kernels build it with its fields' values in order: tensors, pointers, shared memory, constants,
-    None and aggregates. Assigned to a name, an aggregate keeps its constants, unlike a tuple. Its
-    fields never change. Triton 3.6 and 3.7 want a constructor written out for every class, and
-    fields' types that are evaluated; a rewritten order of fields must reach the calls, or their
-    cache of compiled kernels does not see it.
+    None and aggregates. Unlike a tuple it keeps its constants when assigned to a name. Its fields
+    never change. Triton 3.6 and 3.7 want a written-out constructor and evaluated types of the
+    fields; a rewritten order of fields must reach the calls, or their cache does not see it.
     """
     names = tuple(cls.__annotations__)
 

@@ -1,7 +1,7 @@
 """Build the C modules through which Triton launches kernels on NVIDIA GPUs, before any launch.
 
-Triton's first launches build them with the C compiler, one after the other, and keep them in its
-cache: a module of the driver, and before Triton 3.7 one more for every signature of a kernel.
+Triton's first launches would build them one after the other, and keep them in its cache: a module
+of the driver, and before Triton 3.7 one more for every signature of a kernel.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ LIBCUDA = "libcuda.so.1"
 
 
 def driver_module_left_out() -> str:
-    """Return why this machine cannot build the driver's module, or "".
-
-    Triton 3.9 looks for it by the place of NVIDIA's library, too.
-    """
+    """Return why this machine cannot build it (3.9 also looks for NVIDIA's library), or ""."""
     by_place = hasattr(triton.runtime.build, "compile_module_from_file")
     return f"{LIBCUDA} is not here" if by_place and not _has_libcuda() else ""
 
@@ -44,10 +41,7 @@ def build_launcher(kernel: Any) -> None:  # noqa: ANN401 - Triton's CompiledKern
 
 @contextmanager
 def modules_built_only() -> Iterator[None]:
-    """Keep Triton from loading the modules that it builds, and let it link them without libcuda.
-
-    A machine without a GPU has no NVIDIA driver, as a rule, or only a library to link with.
-    """
+    """Keep Triton from loading the modules that it builds; let it link without libcuda."""
     with patch.object(triton.runtime.build, "_load_module_from_path", _do_not_load):
         if _has_libcuda():
             yield

@@ -1,8 +1,8 @@
 """Launch kernels, and launch the same ones again for the next layer without an op's checks.
 
-An op checks its arguments, chooses a kernel, and Triton looks at every argument to find the
-compiled variant: up to 0.2 ms of a slow host's time. Outside CUDA graphs, short steps wait for
-that. The layers of a step call an op with tensors of the same form, only elsewhere in memory::
+An op checks its arguments and chooses a kernel, and Triton looks at every argument to find the
+compiled variant: up to 0.2 ms of a slow host's time, which short steps outside CUDA graphs wait
+for. The layers of a step call an op with tensors of the same form, elsewhere in memory::
 
     attention = RepeatedCall()
     for layer in layers:  # the first call runs the op, the others only its launches
@@ -45,11 +45,7 @@ _notes = _Notes()
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - a kernel's
     """Launch ``kernel[grid](*arguments, **options)``, and note it if a ``RepeatedCall`` asks.
 
-    Args:
-        kernel: a function of ``triton.jit`` or ``gluon.jit``.
-        grid: 1 to 3 numbers of programs.
-        arguments: the kernel's first parameters.
-        options: its other parameters by name, and options of the compiler.
+    ``options`` are further parameters of the kernel by name, and options of the compiler.
     """
     compiled = kernel[grid](*arguments, **options)
     if _notes.launches is not None and compiled is not None:  # the interpreter compiles nothing
@@ -73,10 +69,10 @@ class _Recorded(NamedTuple):
 class RepeatedCall:
     """An op that is called again and again with tensors of the same form.
 
-    A call makes the launches of the call before, without the op's checks, if its tensors have the
-    same dtypes, shapes, strides, devices and alignment, and all else is the same; otherwise it
-    runs the op. The op must launch all its kernels through ``launch_kernel``, and do nothing else
-    that depends on where its tensors lie.
+    A call makes the launches of the call before if its tensors have the same dtypes, shapes,
+    strides, devices and alignment, and all else is the same; otherwise it runs the op. The op must
+    launch through ``launch_kernel`` only, and do nothing else that depends on where its tensors
+    lie.
     """
 
     def __init__(self) -> None:
@@ -89,9 +85,8 @@ class RepeatedCall:
         Args:
             op: calls the op with these tensors; no tensor that it gets may be a copy of one.
             tensors: those that may be others in the next call, at least all that are.
-            same: objects that stand for all else that the op gets: a call in which each is the
-                very object of the call before may repeat it. They stay alive until the next call,
-                or until ``forget``.
+            same: objects that stand for all else that the op gets; each must be the very object of
+                the call before. They stay alive until the next call, or until ``forget``.
         """
         if _notes.launches is not None:  # inside another call, which notes the launches
             op()

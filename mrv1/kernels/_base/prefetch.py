@@ -1,9 +1,7 @@
 """Prefetch data into the L2 cache for a later kernel.
 
-The kernels of a decode step wait for each other, and a waiting kernel has registers for few
-weights. A prefetch occupies nothing but the cache, and no kernel waits for it.
-
-Source: PTX ISA, ``cp.async.bulk.prefetch.L2``.
+Decode's kernels wait for each other, with registers for few weights; a prefetch occupies only the
+cache, and no kernel waits for it. Source: PTX ISA, ``cp.async.bulk.prefetch.L2``.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ def prefetch_part(
     warp_bytes,  # per warp, a multiple of 16
     NUM_WARPS: tl.constexpr,  # per program
 ):
-    """Prefetch this program's part of the data, by its index in the grid's first dimension.
-
-    One lane of every warp issues the prefetch of its warp.
-    """
+    """Prefetch this program's part, by axis 0 of the grid; one lane per warp issues it."""
     lane = tl.arange(0, NUM_WARPS * 32)
     first = (tl.program_id(0).to(tl.int64) * NUM_WARPS + lane // 32) * warp_bytes
     size = tl.maximum(tl.minimum(num_bytes - first, warp_bytes), 0).to(tl.int32)
@@ -57,10 +52,7 @@ def prefetch_arguments(
 ) -> dict[str, Any]:
     """Return a launch's arguments for ``prefetch_part``; a pointer of None = no prefetch.
 
-    Args:
-        wanted: the tensor to prefetch, contiguous, or None.
-        device: where the kernel runs.
-        num_warps: warps of all programs together.
+    ``wanted`` is contiguous; ``num_warps`` counts the warps of all programs together.
     """
     if wanted is None or not has_dependent_launch(device) or wanted.data_ptr() % ALIGNMENT:
         return {"prefetch_ptr": None, "prefetch_bytes": 0, "prefetch_warp_bytes": 0}

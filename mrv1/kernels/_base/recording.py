@@ -1,8 +1,8 @@
 """Record the kernels that a process would compile, for a GPU that it lacks, and compile them.
 
-After ``record_kernels`` every launch in this process is a no-op that leaves a note of its kernel:
-the input of Triton's compiler, with the specialization that the launch's arguments have. What is
-compiled from it has the same key in Triton's cache as the launch on the GPU.
+After ``record_kernels`` every launch in this process only leaves a note: the input of Triton's
+compiler, with the specialization of the launch's arguments. What is compiled from it has the same
+key in Triton's cache as the launch on the GPU.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from mrv1.kernels._base.triton import INTERPRET, triton
 
 
 class StandInDriver:
-    """Enough of a driver for Triton to specialize and compile kernels: it names a target.
-
-    Args:
-        gpu_target: the target, a ``triton.backends.compiler.GPUTarget``.
-    """
+    """Enough of a driver for Triton to specialize and compile kernels for a ``GPUTarget``."""
 
     def __init__(self, gpu_target: object) -> None:
         self._gpu_target = gpu_target
@@ -90,10 +86,7 @@ class _NotLaunched:
 
 
 class KernelRecorder:
-    """Turns every launch in this process into a note of its kernel.
-
-    Args:
-        capability: CUDA compute capability of the GPU to compile for.
+    """Turns every launch into a note of its kernel, for a GPU of CUDA compute ``capability``.
 
     Raises:
         ConfigError: this process interprets kernels.
@@ -115,11 +108,8 @@ class KernelRecorder:
     def compile(self, num_processes: int) -> Iterator[str]:
         """Compile the recorded kernels into Triton's cache; yield the problem of each, or "".
 
-        The C modules through which they are launched are built, too; a problem of the module that
-        all share is yielded last.
-
-        Args:
-            num_processes: most processes, forked from this one, that compile at the same time.
+        The C modules that launch them are built, too; a problem of the module that all share is
+        yielded last. At most ``num_processes``, forked from this one, compile at the same time.
         """
         # The longest sources first: they take longest, and nobody shall wait for them at the end.
         self.kernels.sort(key=lambda kernel: -len(kernel.source.fn.src))

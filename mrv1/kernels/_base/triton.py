@@ -38,8 +38,8 @@ if not INTERPRET:
     def _update_hash_of(self: object, func: Any) -> None:  # noqa: ANN401 - Triton's JITCallable
         """Hash a function that a kernel calls, and then the kernel.
 
-        Triton before 3.9 forgets the constants of a function that no kernel before has called:
-        the key of a kernel in its cache then depends on the kernels launched before it.
+        Triton before 3.9 forgets the constants of a function that no earlier kernel has called, so
+        a kernel's key in its cache would depend on the kernels launched before it.
         """
         func.cache_key  # noqa: B018 - it finds the function's constants
         _update_hash(self, func)

@@ -1,6 +1,4 @@
-"""SwiGLU's elementwise part: ``silu(gate) * up`` for a fused gate-and-up projection.
-
-    silu(x) = x / (1 + exp(-x)),    silu(-inf) = 0, its limit
+"""SwiGLU's elementwise part, ``silu(gate) * up``: silu(x) = x / (1 + exp(-x)), silu(-inf) = 0.
 
 Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
@@ -77,18 +75,15 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 
     Args:
         x: [tokens, 2 * n] float32 | float16 | bfloat16, unit last stride: gate, then up.
-        out: [tokens, n], x's dtype, unit last stride, *written*. Allocated if omitted.
-
-    Returns:
-        ``out``.
+        out: [tokens, n], x's dtype, unit last stride, *written* and returned. Allocated if
+            omitted.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics: float32 inside, rounded once (torch in 16 bits also rounds ``silu(gate)``). A gate of
-        -inf counts as a very negative gate: its silu is zero, so the result is NaN only if up is
-        infinite or NaN (torch gives NaN for any up). Tier B.
+    Numerics: float32 inside, rounded once (torch in 16 bits also rounds ``silu(gate)``). The silu
+        of a gate of -inf is zero, so the result is NaN only if up is infinite or NaN (torch:
+        always). Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)

@@ -1,6 +1,4 @@
-"""Add further columns of the features' rows to the hidden states of their tokens (DeepStack).
-
-hidden[i] += features.rows[source[i]][first_column : first_column + hidden_size]
+"""hidden[i] += features.rows[source[i]][first_column : first_column + hidden_size] (DeepStack).
 
 Source: Meng et al., "DeepStack" (arXiv 2406.04334), as Qwen3-VL uses it.
 """
@@ -53,8 +51,7 @@ def add_features(hidden: torch.Tensor, features: FeatureRows, first_column: int)
         first_column: the first of the hidden columns of ``features.rows`` that are added.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32 inside, rounded once. Tier A.
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

@@ -15,10 +15,7 @@ Activation = Literal["silu_and_mul"]
 
 @dataclass(frozen=True, slots=True)
 class FeatureRows:
-    """Rows that replace the embeddings of some tokens, such as the features of an image.
-
-    Columns after the first hidden ones are added to hidden states later (``add_features``).
-    """
+    """Rows that replace embeddings, such as an image's; ``add_features`` adds further columns."""
 
     rows: torch.Tensor
     """[any, at least hidden] of the embedding's dtype, contiguous: a row's first hidden columns
@@ -28,18 +25,13 @@ class FeatureRows:
     the embedding of its id. Rows are not checked."""
     num_sources: torch.Tensor
     """[1] int32: how many of the first tokens have an entry in ``source``; later tokens have the
-    embeddings of their ids. 0 = ``source`` is not read. At most the length of ``source``; not
-    checked, as it is on the device."""
+    embeddings of their ids. At most the length of ``source``; on the device, so not checked."""
 
 
 def check_features(
     features: FeatureRows | None, embed: torch.Tensor, first_column: int = 0
 ) -> None:
-    """Raise unless columns of ``features`` from the first on fit rows of ``embed``, or it is None.
-
-    Raises:
-        TypeError, ValueError: a field is not as described.
-    """
+    """Raise unless ``features``, from ``first_column`` on, fit rows of ``embed``, or are None."""
     if features is None:
         return
     device = embed.device

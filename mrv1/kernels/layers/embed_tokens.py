@@ -1,8 +1,7 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
-hidden[i] = embed[input_ids[i]], or a row of features;  angles[i] = cos_sin[positions[i]]
-
-With M-RoPE a token has three positions, and an angle is that of one of them.
+hidden[i] = embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]]. With
+M-RoPE a token has three positions, and an angle is that of one of them.
 """
 
 from __future__ import annotations
@@ -99,8 +98,6 @@ def embed_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
 
-    With ``features``, some tokens have a row of features in place of their row of ``embed``.
-
     Args:
         input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
         embed: [vocab, hidden] float32 | float16 | bfloat16, contiguous.
@@ -109,14 +106,13 @@ def embed_tokens(
         cos_sin: [max_positions, rotary_dim] float32, contiguous: cosines, then sines.
         mrope_section: M-RoPE's numbers of pairs, as in ``Rope``; None = one position per token.
         mrope_interleaved: as in ``Rope``.
-        features: rows that replace embeddings; None = none do.
+        features: rows that replace some tokens' rows of ``embed``; None = none do.
 
     Returns:
         ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: elements are moved, never converted; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

@@ -7,14 +7,13 @@
     normed_out = rms_norm(out, out_norm_weight)     (if normed_out is given)
 
 A decode step multiplies few rows by weights that are read once: it takes as long as reading the
-weights. The weights depend on no other kernel, so where launches overlap (``dependent_launch``) a
-program starts to load weights before it waits for the previous kernel.
+weights. Where launches overlap (``dependent_launch``) a program starts to load weights before it
+waits for the previous kernel.
 
-There are four ways. ``linear_vector`` computes one token. ``linear_registers`` computes up to 64
-tokens if a GPU's registers hold the weights. The GPU vendor's library computes most other calls
-with more than MOST_TOKENS tokens, with norms and activation in kernels of their own.
-``linear_tiles`` computes the rest. Where several programs share the inputs of a result (splits),
-the kernel that adds up their sums (``linear_splits``) also norms the result.
+``linear_vector`` computes one token, ``linear_registers`` up to 64 tokens if a GPU's registers
+hold the weights, the vendor's library most other calls with more than MOST_TOKENS tokens (norms
+and activation in kernels of their own), and ``linear_tiles`` the rest. Where several programs
+share the inputs of a result (splits), ``linear_splits`` adds up their sums and norms the result.
 
 A deterministic call has one order of additions for any number of tokens (``Chains``): up to 64
 tokens ``linear_registers`` computes it, and more tokens ``linear_tiles``, which otherwise computes
@@ -76,43 +75,35 @@ def linear(
 
     Args:
         x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
-        weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. The kernel reads it before
-            earlier launches have ended, so a launch that may still run must not write it. The same
-            holds for ``bias`` and the norms' weights.
+        weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. Read before earlier launches
+            have ended, so no launch that may still run may write it, ``bias`` or the norms'
+            weights.
         bias: ``[out]``, x's dtype, contiguous.
         norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
         eps: added to the mean square in both norms.
-        residual: ``[tokens, n]``, x's dtype, unit last stride, where n is out, or out / 2 with an
-            activation.
+        residual: ``[tokens, n]``, x's dtype, unit last stride; n is out (gated: out / 2).
         activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
             the result is ``silu(gate) * up``.
-        out: ``[tokens, n]``, x's dtype or float32, the dtype of the result; unit last stride,
-            *written*; may be ``residual``, but overlap with nothing else. Allocated if omitted,
-            in x's dtype.
-        out_norm_weight: ``[n]``, x's dtype, contiguous: weight of an RMS norm over each row of
-            ``out``. Only with ``normed_out``.
-        normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written* with the norm of
-            ``out``. Overlaps with nothing else.
-        prefetch: contiguous, x's device: weights that a later call reads. They are prefetched into
-            the GPU's L2 cache during this call, where that is known to be worth it; the call uses
-            no value of theirs and writes none.
-        deterministic: whether a row's bits must depend on that row alone, not on the number of
-            tokens. There is then one order of additions for any number of tokens.
-
-    Returns:
-        ``out``.
+        out: ``[tokens, n]``, x's dtype or float32, unit last stride, *written* and returned; may
+            be ``residual``, but overlap with nothing else. Allocated if omitted, in x's dtype.
+        out_norm_weight: ``[n]``, x's dtype, contiguous: the norm's; only with ``normed_out``.
+        normed_out: ``[tokens, n]``, x's dtype, unit last stride, *written* with the RMS norm of
+            each row of ``out``. Overlaps with nothing else.
+        prefetch: contiguous, x's device: weights that a later call reads, prefetched into the
+            GPU's L2 cache where that is known to be worth it; not otherwise used.
+        deterministic: whether a row's bits depend on that row alone, not on the number of tokens:
+            one order of additions for any number of tokens.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: products are summed in float32, and for several float32 tokens the sum is compensated
         every 32 inputs (Kahan); bias, activation and residual are computed in float32 too, and the
         result is rounded once. The norms round as ``rms_norm`` does; the second norm takes the
         rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
         deterministic), the two inputs of an activation are rounded to the dtype, and a product may
-        be rounded to it before a bias or a residual is added: where the library splits the inputs,
-        it may sum the splits in the dtype. Tier B.
+        be rounded to it before a bias or a residual is added: where it splits the inputs, it may
+        sum the splits in the dtype. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)

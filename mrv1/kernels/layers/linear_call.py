@@ -53,8 +53,5 @@ class Rows(NamedTuple):
 
 @triton.jit
 def normed(x, scale, norm_weight):
-    """Return ``x * scale * norm_weight``, rounded where ``rms_norm`` rounds.
-
-    The second product is in x's dtype: rounded once, like a product in float32 that is then cast.
-    """
+    """Return ``x * scale * norm_weight`` as ``rms_norm`` rounds: second product in x's dtype."""
     return (x.to(tl.float32) * scale).to(x.dtype) * norm_weight

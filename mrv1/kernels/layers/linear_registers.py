@@ -1,11 +1,10 @@
 """The linear layer of few tokens, with all of a program's weights in registers.
 
-A program's warps share the inputs: each warp multiplies its part of every row by the same part of
-every token, and the warps' sums are added at the end. So no operand passes through shared memory.
-A thread hands the 16 bytes of a row that it loads to the tensor cores as they are. The tensor
-cores expect other inputs from that thread, in another order, but any order works if weights and
-tokens share it. Only products *in order* take the inputs as ``linear_tiles`` does, 16 after 16:
-threads then exchange halves, and every warp has a chain of products of its own.
+Each warp multiplies its part of every row by the same part of every token, and the warps' sums are
+added at the end, so no operand passes through shared memory. The tensor cores expect other inputs
+from a thread than the 16 bytes of a row that it loads, but any order works if weights and tokens
+share it. Only products *in order* take the inputs as ``linear_tiles`` does, 16 after 16: threads
+then exchange halves, and every warp has a chain of products of its own.
 
 The loads of all weights start before the previous kernel has ended; then come all tokens' loads.
 """
@@ -36,8 +35,8 @@ equal share is meant for the tokens."""
 class Chains:
     """The order of a deterministic sum, for any number of tokens.
 
-    Every CHAIN_IN inputs are one chain of products. The chains of a split are added from the first
-    to the last, then the splits are.
+    Every CHAIN_IN inputs are one chain of products. A split's chains are added first to last, then
+    the splits are.
     """
 
     splits: int
@@ -102,10 +101,9 @@ class RegisterConfig:
     ) -> RegisterConfig | None:
         """Return the configuration for a GPU; None for too many weights or too many tokens.
 
-        Measured on an H200 in bfloat16 with the layers of Qwen3-0.6B in a graph, with attention,
-        because launches slow each other down.
+        Measured on an H200 in bfloat16 with the layers of Qwen3-0.6B in a graph, with attention.
 
-        - 128 programs for 132 multiprocessors, each with all registers of its multiprocessor: with
+        - 128 programs for 132 multiprocessors, each with all its multiprocessor's registers: with
           192 programs gate and up take 1.3 us more. Few rows are split along the inputs: a program
           has 32 rows of a quarter of the inputs, not 16 rows of a half (0.3 us slower) or 64 rows
           of an eighth (2 to 5 us slower); but with 17 to 32 tokens and long rows, 16 rows of a
@@ -115,8 +113,8 @@ class RegisterConfig:
         - The next kernel should start when the previous kernel is done; after products of whole
           rows, with the first results (0.3 to 0.7 us faster); after long splits, which a layer's
           last product has, at once (0.9 us faster at 16 tokens).
-        - A prefetch during a product of whole rows saves 0.6 to 0.9 us; during a split product it
-          saves nothing, as there is no room for the weights that follow.
+        - A prefetch during a product of whole rows saves 0.6 to 0.9 us; during a split product
+          nothing, as there is no room for the weights that follow.
         """
         if num_tokens > 64 or (num_tokens > 32 and not is_gated and not is_normed):
             return None
@@ -148,8 +146,8 @@ class RegisterConfig:
     def in_order_for(cls, num_tokens: int, chains: Chains, *, is_gated: bool) -> RegisterConfig:
         """Return the configuration for up to 64 tokens, with the bits of ``chains``.
 
-        The next kernel starts as for products in any order, but at once after every split of up to
-        16 tokens: on an H200 that is 0.5 us a layer faster with one token of Qwen3-0.6B.
+        The next kernel starts at once after splits of up to 16 tokens (H200, Qwen3-0.6B, one
+        token: 0.5 us a layer faster), else as for products in any order.
         """
         is_split, is_small = chains.splits > 1, num_tokens <= 16
         at_once = is_split and (is_small or chains.num_warps == 8)
@@ -192,9 +190,8 @@ def _load_lanes(
 ):
     """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from column ``first`` on.
 
-    Eight lines are eight rows of one warp; the next eight lines are the same rows of the next
-    warp, at WARP_IN columns more. ``rows`` points to each line's row; END None = no column is past
-    the end.
+    Eight lines are eight rows of one warp; the next eight are the same rows of the next warp,
+    WARP_IN columns on. ``rows`` points to each line's row; END None = no column is past the end.
     """
     warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
     col = first + warp * WARP_IN + tl.arange(0, 32)[None, :]
@@ -206,10 +203,10 @@ def _load_lanes(
 def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr, IN_ORDER: tl.constexpr):
     """Return the lines of _load_lanes as [WARPS, ROWS, 32], columns in the tensor cores' order.
 
-    A lane has eight columns. The tensor cores take sixteen columns at once and expect four of them
-    from a lane: two neighbours, and the two that follow eight columns later. The sixteen columns
-    are a half of each lane's. IN_ORDER they are the line's first or last sixteen, which two lanes
-    have: every lane exchanges half of its columns with another lane.
+    A lane has eight columns. The tensor cores take sixteen at once and expect four from a lane:
+    two neighbours, and the two that follow eight columns later. The sixteen columns are a half of
+    each lane's; IN_ORDER the line's first or last sixteen, so lanes exchange half of their
+    columns.
     """
     if IN_ORDER:
         lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 2, 2, 2, 2, 2])

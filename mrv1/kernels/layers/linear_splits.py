@@ -65,12 +65,7 @@ def empty_sums(call: LinearCall, splits: int) -> torch.Tensor | None:
 
 
 def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
-    """Compute ``call.out`` and ``call.normed_out`` from ``sums``.
-
-    Args:
-        call: the tensors that are added to the sums, the norm, and the results' tensors.
-        sums: ``[splits, num_tokens, num_out]`` float32, contiguous.
-    """
+    """Compute the results from ``sums``, [splits, num_tokens, num_out] float32, contiguous."""
     has_norm = call.normed_out is not None
     tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
     _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](

@@ -4,10 +4,9 @@ The left operand needs 64 rows; the right operand, the tokens, may be as narrow 
 few rows are also split along the inputs, so that enough programs load them; the splits' sums go to
 a float32 buffer, and a second kernel adds them in order.
 
-The bits of an output follow from its chains of products, in the order of the inputs: one chain per
-split, in float32 and with ``Chains`` one per step. The bits do not depend on the tiles of tokens
-or rows, only on the splits and the chains, which follow from the weights' shape and the call's
-options.
+The bits of an output follow from its chains of products, in the order of the inputs: one float32
+chain per split, with ``Chains`` one per step. Splits and chains follow from the weights' shape and
+the call's options, not from the tiles of tokens or rows.
 """
 
 from __future__ import annotations
@@ -67,21 +66,20 @@ class TileConfig:
         """Return the configuration for a GPU; the splits do not depend on the number of tokens.
 
         Measured on an H200 in bfloat16, mostly with the four products of a Qwen3-0.6B layer in a
-        chain. The time of the chain counts, because launches slow each other down.
+        chain.
 
         - Splits make about 256 programs of 64 rows: at most eight splits, of at least 256 inputs.
           At 16 tokens, 2048 -> 1024 takes 2.9 us in eight splits and 3.6 us in two. Deterministic
-          calls, which may have many tokens, give a split at least 384 inputs: 8.8 us at 256
-          tokens instead of 13. Gates and ups have enough rows unsplit. Other weights with many
-          rows are split if the result is normed: the kernel that adds up replaces the norm's
-          kernel.
+          calls, which may have many tokens, give a split at least 384 inputs: 8.8 us at 256 tokens
+          instead of 13. Gates and ups have enough rows unsplit. Other weights with many rows are
+          split if the result is normed: the kernel that adds up replaces the norm's kernel.
         - From 17 tokens on the next kernel should start late (24.3 us at 32 tokens instead of
           25.2); up to 16 tokens, at once (18.7 us instead of 19.1).
         - Long rows, and weights for more than two programs per multiprocessor, go through a deep
           pipeline of short steps.
         - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256 instead of 18.3.
-          Deterministic calls with the rows of a vocabulary need the largest: 206 us at 256
-          instead of 272.
+          Deterministic calls with the rows of a vocabulary need the largest: 206 us at 256, not
+          272.
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
@@ -140,9 +138,8 @@ class TileConfig:
     def chained_for(cls, chains: Chains, *, is_gated: bool) -> TileConfig:
         """Return the configuration for more tokens than registers hold, with the same bits.
 
-        Measured on an H200 in bfloat16 with 256 tokens of Qwen3-0.6B's layers: gates and ups take
-        15.7 us in tiles of 128 rows and 18.1 in tiles of 64; for other products tiles of 64 are
-        faster by 0.2 to 4 us.
+        H200, bfloat16, 256 tokens of Qwen3-0.6B's layers: gates and ups take 15.7 us in tiles of
+        128 rows and 18.1 in tiles of 64; for other products tiles of 64 are faster by 0.2 to 4 us.
         """
         return cls(
             tile_tokens=64,
@@ -198,13 +195,11 @@ def _load_early(rows, first, STEPS: tl.constexpr, END: tl.constexpr, TILE_IN: tl
 def _add_product(y, excess, weight, x, CHAIN_STEPS: tl.constexpr):
     """Return ``y + weight @ x.T`` in float32, of [rows, TILE_IN] and [tokens, TILE_IN].
 
-    A float32 product is a chain of one addition per input, whose error grows with the length of
-    the chain. So each step has a chain of its own, and the steps' sum is compensated (Kahan):
-    ``excess`` is what the last rounding has added to y, returned with it. Without compensation
-    sums of 4,096 inputs err twice as much.
-
-    ``tl.fma`` is needed because the compiler would put ``y`` at the head of the chain if it saw a
-    sum (and it drops a plain product with 1.0).
+    The error of a float32 chain of additions grows with its length. So each step has a chain of
+    its own, and the steps' sum is compensated (Kahan): ``excess`` is what the last rounding has
+    added to y, returned with it. Uncompensated, sums of 4,096 inputs err twice as much. Without
+    ``tl.fma`` the compiler would put ``y`` at the head of the chain (and it drops a plain product
+    with 1.0).
     """
     if x.dtype == tl.float32:
         term = tl.dot(weight, tl.trans(x), input_precision="ieee") - excess
@@ -245,10 +240,7 @@ def _linear_tile_kernel(
     CHAIN_STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (token tiles * splits * row tiles,).
-
-    Token tiles vary fastest, so that consecutive programs read the same weights.
-    """
+    """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights."""
     NUM_STEPS: tl.constexpr = (IN + SPLITS * TILE_IN - 1) // (SPLITS * TILE_IN)
     END: tl.constexpr = None if IN % (SPLITS * TILE_IN) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS

@@ -1,7 +1,7 @@
 """The linear layer of one token: every warp multiplies two rows of weights by the vector.
 
-No warp waits for another: each warp loads all of x, norms x for itself and adds up its own rows.
-The loads of all weights of short rows start before the previous kernel has ended.
+No warp waits for another: each warp loads and norms all of x itself and adds up its own rows. The
+loads of all weights of short rows start before the previous kernel has ended.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class VectorConfig:
 
         Measured on an H200 in bfloat16, 1,024 to 14,336 inputs: the two rows of a pair share one
         norm of x (single rows: 15% slower with a norm); four rows would need the registers of
-        early loads. Chunks need registers too: long rows are fastest with eight early chunks
-        (four: 16% slower, sixteen: 5 to 50%), with a norm with four (eight: 7 to 14% slower).
+        early loads. Long rows are fastest with eight early chunks (four: 16% slower, sixteen: 5 to
+        50%), with a norm with four (eight: 7 to 14% slower).
         """
         tile_in = 512 // dtype.itemsize  # 16 bytes for each of a warp's 32 threads
         num_chunks = triton.cdiv(num_in, tile_in)

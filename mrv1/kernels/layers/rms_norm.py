@@ -3,10 +3,8 @@
     residual <- round(residual + x)                    (if a residual is given; the sum replaces x)
     out       = round(x / sqrt(mean(x^2) + eps)) * weight
 
-The normalised value is rounded to x's dtype before the weight multiplies it, as transformers'
-``LlamaRMSNorm`` does.
-
-Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+The normalised value is rounded before the weight multiplies it, as in transformers'
+``LlamaRMSNorm``. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
 from __future__ import annotations
@@ -114,14 +112,11 @@ def rms_norm(
         eps: added to the mean square.
         residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
             becomes ``residual + x``, and that sum is normalised.
-        out: x's shape and dtype, unit last stride, *written*; may be ``x``. Allocated if omitted.
-
-    Returns:
-        ``out``.
+        out: x's shape and dtype, unit last stride, *written* and returned; may be ``x``. Allocated
+            if omitted.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32 inside; the sum is rounded to the dtype before its mean square is taken, the
         normalised value before the weight. Tier B; the bits of a row do not depend on the other

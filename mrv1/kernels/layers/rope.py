@@ -1,14 +1,12 @@
 """Rotary position embedding, in place on queries and keys.
 
-Pair ``i`` of a head at position ``p`` turns by an angle that depends on ``p`` and ``i``. Row ``p``
-of a table holds the cosines of all pairs, then their sines::
+Pair ``i`` of a head at position ``p`` turns by an angle of ``p`` and ``i``. Row ``p`` of a table
+holds the cosines of all pairs, then their sines::
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
 The pair is (x[i], x[i + rotary_dim / 2]) in GPT-NeoX order and (x[2i], x[2i + 1]) interleaved;
-elements past ``rotary_dim`` stay as they are.
-
-Source: Su et al., "RoFormer" (2021), section 3.4.2.
+elements past ``rotary_dim`` stay. Source: Su et al., "RoFormer" (2021), section 3.4.2.
 """
 
 from __future__ import annotations
@@ -153,14 +151,13 @@ def apply_rope(
         q: [tokens, q_heads, head_dim] float32 | float16 | bfloat16, unit last stride (a view of a
             fused projection will do), *written*.
         k: [tokens, kv_heads, head_dim], q's dtype, unit last stride, *written*.
-        cos_sin: [max_positions, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then
-            rotary_dim / 2 sines; rotary_dim is even and at most head_dim.
+        cos_sin: [max_positions, rotary_dim] float32, contiguous: rotary_dim / 2 cosines, then the
+            sines; rotary_dim is even and at most head_dim.
         positions: [tokens] int64, contiguous, in [0, max_positions): not checked on the device.
         interleaved: pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2).
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor without the interpreter, or a GPU tensor with it.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32 inside, rounded once. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.

@@ -1,20 +1,19 @@
 """Mask the tokens that would complete a banned word.
 
 A word is a list of token ids; its prefix is all ids but the last. Where a row's history ends with
-the prefix, the logit of the last id becomes -inf::
+the prefix, the logit of the last id becomes -inf (a word of one token is always masked)::
 
     history[end - (length - 1) : end] == word[: length - 1]   =>   logits[word[length - 1]] = -inf
 
-so a word of one token is always masked. A prefix must lie in the output, unless the slot lets the
-prefix begin in the prompt. The history on the device includes tokens that the host does not know
-yet, but no drafts: the drafts that precede a row's logits are compared after the history::
+A prefix must lie in the output, unless the slot lets it begin in the prompt. The history on the
+device includes tokens that the host does not know yet; drafts that precede a row's logits follow
+it::
 
     token_ids[slot, : num_tokens]  draft_token_ids[request, : ahead]  <- the row's logits
     [   prompt   |     output    ][              drafts             ]
 
 One program compares a tile of a row's words at once, and ends after two round trips to memory if
-the slot has no word in the tile. So the grid does not depend on how many words the slots have, and
-only the words that a slot has cost time.
+the slot has no word in the tile: the grid does not depend on the slots' words.
 
 Source: vLLM's ``bad_words`` for the meaning of a word (``vllm/v1/sample/ops/bad_words.py``).
 """
@@ -124,8 +123,8 @@ class BadWordsConfig:
     def default_for(cls, max_words: int, max_len: int) -> BadWordsConfig:
         """Return the configuration for a GPU: one warp per program, eight tokens per thread.
 
-        The time goes into dependent loads. Within one warp no barrier separates the loads, and all
-        programs for 256 rows with 128 words of 8 tokens each run at once.
+        The time goes into dependent loads, which no barrier separates within a warp; all programs
+        for 256 rows with 128 words of 8 tokens run at once.
         """
         tile_len = triton.next_power_of_2(max_len)
         tile_words = min(triton.next_power_of_2(max_words), max(256 // tile_len, 1))
@@ -154,21 +153,19 @@ def apply_bad_words(
             masked tokens and nowhere else.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             unchanged. Slots may repeat.
-        history: of every slot. A prefix must begin after the prompt, unless
-            ``bad_words_match_prompt`` lets the slot's prefixes begin in the prompt.
+        history: of every slot.
         bad_words: of every slot.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
-        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has
-            rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has rows /
+            num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: exact (tier A); all other logits, NaN included, keep their bits.
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe for any
-        words of the slots; no launch if there are no rows, or if ``bad_words`` is empty.
+    Stream: one launch on the current stream (none without rows or words), no synchronisation,
+        CUDA-graph safe for any words of the slots.
     """
     check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)

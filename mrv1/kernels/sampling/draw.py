@@ -116,8 +116,7 @@ def _sum_above(row, group, at, floor, scale, tiles):
 def _draw_nucleus(row, noise, filters, group_max, group_sum, tiles):
     """Return a token of a row that only top-p filters, drawn in rounds; the sums are *written*.
 
-    The mass of the tokens above a drawn token decides whether the token is kept. Only groups that
-    have tokens above the drawn token are read.
+    The mass of the tokens above a drawn token, read in their groups only, decides if it is kept.
     """
     top = row.top
     scale = scale_of(row.temperature)
@@ -248,8 +247,8 @@ def draw_kernel(
 ):
     """Grid (num_rows,): one program draws one row's token.
 
-    The launch before this one lets it start only after its own wait. The results of still earlier
-    kernels, which the launch before does not write, may therefore be read before the wait.
+    The launch before starts this one only after its own wait, so results of still earlier kernels
+    which it does not write may be read before the wait.
     """
     row_index = tl.program_id(0).to(tl.int64)
     slot = row_index

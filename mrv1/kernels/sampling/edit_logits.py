@@ -10,16 +10,13 @@ whose slot uses none ends after it has read the word. In this order, on the row'
     min tokens   x = -inf                             stop tokens, of an output that is too short
     allowed      x = -inf                             tokens whose bit is 0
 
-The masks come last. Masks first would give the same result: -inf stays -inf under every finite
-bias and penalty.
+Masks first would give the same: -inf stays -inf under every finite bias and penalty.
 
-Penalties need the history as counts. A slot has one word per token of the vocabulary: how often
-the token is in the output, and bit 30 if the token is in the prompt. Each launch counts the tokens
-that the device's history has gained since the launch before: one token in a decode step, the whole
-history of a new slot. The row of a draft token sees the drafts before it, but does not count them.
-
-A program owns a part of the vocabulary of a request, in the counts and in all logits rows of the
-request, so no program waits for another.
+A slot has one word of counts per token of the vocabulary: how often the token is in the output,
+and bit 30 if the token is in the prompt. Each launch counts the tokens that the device's history
+has gained since the launch before: one in a decode step, the whole history of a new slot. The row
+of a draft token sees the drafts before it, but does not count them. A program owns a part of the
+vocabulary of a request, in the counts and in all its logits rows, so no program waits for another.
 
 Source: vLLM's ``apply_penalties`` for the formulas (``vllm/model_executor/layers/utils.py``),
 xgrammar for the layout of the bits.
@@ -108,9 +105,8 @@ def _mask_words(
 ):
     """Set the logits of a part's tokens with bit 0 to -inf; ``bits`` are of the first tile.
 
-    With REWRITE, the logits of a word that allows some of its tokens are read and written back,
-    because a GPU takes longer to write a part of a sector. The logits of a word that allows no
-    token are not read, and those of a word that allows every token are not written.
+    REWRITE reads and writes back the logits of a word that allows some tokens, because a GPU takes
+    longer to write a part of a sector; words that allow none are not read, all not written.
     """
     member = tl.arange(0, 32)[None, :]
     word = part.first_token // 32 + tl.arange(0, TILE_WORDS)
@@ -384,9 +380,8 @@ class EditLogitsConfig:
     def default_for(cls, vocab_size: int, num_reqs: int) -> EditLogitsConfig:
         """Return the configuration for a GPU: up to 1024 programs, or one per request if more.
 
-        An H200 runs 1024 programs at once. A launch that edits nothing takes the time to start
-        and end them; a launch that edits everything fills the GPU, with eight ids per thread in
-        flight.
+        An H200 runs 1024 programs at once. A launch that edits nothing takes the time to start and
+        end them; one that edits everything fills the GPU, with eight ids per thread in flight.
         """
         tile_vocab = min(max(triton.next_power_of_2(vocab_size), 32), 1024)
         num_tiles = triton.cdiv(vocab_size, tile_vocab)
@@ -428,31 +423,27 @@ def edit_logits(
 ) -> None:
     """Add biases, apply penalties and mask tokens in each row, as the row's slot asks.
 
-    Logits that no edit names keep their bits.
-
     Args:
         logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, *written* in place.
         idx_mapping: [rows] int32, contiguous: the request slot of each row; -1 = padding row, left
             unchanged. All rows of a request have one slot; different requests, different slots.
         history: of every slot. Ids outside the vocabulary are ignored.
-        edits: of every slot; ``counts`` and ``counted`` are *written*. The content of an edit's
-            fields does not matter for a slot whose ``edits`` lack the edit's bit.
+        edits: of every slot; ``counts`` and ``counted`` are *written*.
         ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
             row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
-        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has
-            rows / num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
-            None = every row is a request.
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has rows /
+            num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output. None =
+            every row is a request.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32, each operation rounded, then rounded to the logits' dtype: once after the
         bias and once after the penalties. Equal to the oracle bit for bit (tier A), except for the
-        bits of a NaN.
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
-        slots ask; no launch if there is no row. A slot's first launch with penalties reads its
-        whole history, each later launch the tokens appended since.
+        bits of a NaN. Logits that no edit names keep their bits.
+    Stream: one launch on the current stream (none without rows), no synchronisation, CUDA-graph
+        safe whatever the slots ask. A slot's first launch with penalties reads its whole history,
+        each later launch the tokens appended since.
     """
     check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, FLOAT_DTYPES)
     check_launchable("logits", logits)
@@ -512,16 +503,15 @@ def apply_token_bitmask(
         bitmask: [masks, ceil(vocab / 32)] int32, unit last stride: bit i of word w is 1 where
             token 32 w + i is allowed.
         rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
-            number of rows, no row twice, not checked; -1 = none. None = mask i is for row i, and
-            masks = rows.
+            number of rows, no row twice, not checked; -1 = none. None = mask i is for row i, masks
+            = rows.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: exact (tier A); all other logits, NaN included, keep their bits.
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe; no launch if
-        there is no mask.
+    Stream: one launch on the current stream (none without masks), no synchronisation, CUDA-graph
+        safe.
     """
     check_token_bitmask(logits, bitmask, rows, FLOAT_DTYPES)
     check_launchable("logits", logits)

@@ -6,8 +6,7 @@ They keep a token if, in this order::
     top_k   logit >= the k-th largest: ties with the k-th stay
     top_p   mass of strictly likelier tokens < top_p, renormalised after min_p and top_k
 
-The sampler, both paths of ``sample_tokens`` and their checks take the filters from here; the
-kernel (``draw``) finds the kept tokens without a sort.
+The kernel (``draw``) finds the kept tokens without a sort.
 """
 
 from __future__ import annotations
@@ -51,13 +50,9 @@ def kept_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which tokens the filters keep: [rows, vocab] bool.
+    """Return which tokens the ``Filters`` keep: [rows, vocab] bool.
 
-    Args:
-        scaled: [rows, vocab] float64, logits / temperature, no NaN; -inf is not kept.
-        top_k: and the other filters, as in ``Filters``.
-        top_p: as in ``Filters``.
-        min_p: as in ``Filters``.
+    ``scaled`` is [rows, vocab] float64, logits / temperature, without NaN; -inf is not kept.
     """
     kept = scaled > -torch.inf
     if min_p is not None:

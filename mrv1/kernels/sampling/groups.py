@@ -33,10 +33,7 @@ def padded_groups(vocab_size: int) -> int:
 
 @triton.jit
 def scale_of(temperature):
-    """Return log2(e) / temperature: exp2(x * scale) = exp(x / temperature).
-
-    Bounded, so that 0 times the scale is 0 at every temperature; 0 * inf would be NaN.
-    """
+    """Return log2(e) / temperature, for exp2; bounded, as 0 * inf would be NaN."""
     return tl.minimum(tl.div_rn(_LOG2_E, temperature), _LARGEST)
 
 
@@ -66,9 +63,9 @@ def group_sums_kernel(
 ):
     """Grid (num_rows * num_parts,): maxima, and sums of exp((x - maximum) / temperature).
 
-    A sum is NaN if its group has NaN, or has +inf and the row is not greedy; it is 0 if the whole
-    group is -inf. Other sums of a greedy row have no meaning. For each token asked for, the
-    program also counts its tokens with a greater logit.
+    A sum is NaN if its group has NaN, or has +inf and the row is not greedy; 0 if the whole group
+    is -inf; meaningless otherwise in a greedy row. For each token asked for, the program also
+    counts its tokens with a greater logit.
 
     A group is a block of four quarters, so that most of its reduction is within a thread. The
     order of a sum depends on the tile's shape and the warps, never on the number of rows.

@@ -3,15 +3,14 @@
     logprob(v) = (x_v - m) / T - log(sum_u exp((x_u - m) / T)),   m = max_u x_u
     rank(v)    = 1 + #{u : x_u > x_v}
 
-No log-softmax is materialised and no row is sorted. The first launch reads the logits once. It
-writes the maximum and the sum of exponentials of each group of 128 consecutive ids (more if the
-vocabulary is beyond 524,288) and counts, for each token asked for, the better tokens. The second
-launch, one program per row, adds up the sums and counts, and reads the k groups with the best
-maxima: they contain the k best tokens, because each has a token at least as good as any token
-outside. The rest of the row is not read again.
+The first launch reads the logits once. It writes the maximum and the sum of exponentials of each
+group of 128 consecutive ids (more if the vocabulary is beyond 524,288) and counts, for each token
+asked for, the better tokens. The second launch, one program per row, adds them up, and reads the k
+groups with the best maxima: they contain the k best tokens, because each has a token at least as
+good as any token outside. No log-softmax is materialised and no row is sorted.
 
-The best tokens are found one after the other, each as the maximum of the tokens left. A token's
-logit and id form one integer key: ties go to the lowest id, and no two keys are equal::
+The best tokens are found one after the other, each as the maximum of the tokens left. A logit and
+its id form one integer key, so that no two are equal and ties go to the lowest id::
 
     key = (the logit's bits, ordered as integers) << 32 | (2^31 - 1 - id)
 """
@@ -37,10 +36,7 @@ _LOW_BITS = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _keys(x, index):
-    """Return int64 keys in the order of x; of equal x, the lower index has the greater key.
-
-    NaN counts as -inf, and -0 as 0.
-    """
+    """Return int64 keys in the order of (x, -index); NaN counts as -inf, and -0 as 0."""
     x = tl.where(x == x, x, float("-inf"))
     x = tl.where(x == 0, 0.0, x)
     bits = x.to(tl.int32, bitcast=True)
@@ -235,37 +231,36 @@ def top_logprobs(
     """Return log-probabilities and ranks of given tokens, and the best tokens of each row.
 
     Args:
-        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, at most 2^20 tokens.
-            The caller decides which logits: raw, or after penalties and masks.
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride, at most 2^20 tokens;
+            raw, or after penalties and masks.
         token_ids: [rows, n] int64, unit last stride: the tokens asked for, such as the sampled
             token; -1 (any id outside the vocabulary) = none.
-        num_top: number of best tokens, 0 to vocab. The time grows with the number: 32 are found
-            together.
+        num_top: number of best tokens, 0 to vocab. The time grows with it: 32 are found together.
         idx_mapping: [rows] int32, contiguous: the slot of each row; -1 = padding row, whose logits
-            are not read. ``temperature`` is then in slot order, [slots]. None = ``temperature`` is
-            in row order.
-        temperature: [rows] float32 >= 0, contiguous: divides the logits. 0 (greedy) and None
-            mean 1.
-        row_num_top: like ``temperature``, int32: number of best tokens of each row, if fewer than
+            are not read. ``temperature`` and ``row_num_top`` are then in slot order, [slots]. None
+            = they are in row order.
+        temperature: [rows] float32 >= 0, contiguous: divides the logits; 0 (greedy) and None mean
+            1.
+        row_num_top: [rows] int32, contiguous: number of best tokens of each row, if fewer than
             ``num_top``; the row's later columns are as in padding rows. None = ``num_top``.
 
     Returns:
         logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
-        greater logit, so that equal logits share a rank; top_token_ids [rows, num_top] int64, best
-        first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A token at
-        -inf has logprob -inf. Where no token is asked for, the logprob is -inf and the rank 0; in
-        padding rows, top_token_ids are also -1 and top_logprobs -inf. In a row with NaN or +inf,
-        or with no logit but -inf, logprobs are NaN; top_token_ids order NaN like -inf.
+            greater logit, so that equal logits share a rank; top_token_ids [rows, num_top] int64,
+            best first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A
+            token at -inf has logprob -inf. Where no token is asked for, the logprob is -inf and
+            the rank 0; in padding rows, top_token_ids are also -1 and top_logprobs -inf. In a row
+            with NaN or +inf, or with no logit but -inf, logprobs are NaN; top_token_ids order NaN
+            like -inf.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32, within 1e-5 of torch's log_softmax; ranks and top_token_ids are exact. A
         row's results do not depend on the other rows.
-    Stream: two launches on the current stream, no synchronisation, CUDA-graph safe; no launch
-        if nothing is asked for. Allocates the results, 8 bytes for each 128 logits, and for each
-        token asked for 4 bytes per program of its row (of 2048 logits on a GPU).
+    Stream: two launches on the current stream (none if nothing is asked for), no synchronisation,
+        CUDA-graph safe. Allocates the results, 8 bytes for each 128 logits, and for each token
+        asked for 4 bytes per program of its row (of 2048 logits on a GPU).
     """
     num_rows, num_tokens, vocab_size = check_top_logprobs(
         logits, token_ids, num_top, idx_mapping, temperature, row_num_top, FLOAT_DTYPES

@@ -26,9 +26,8 @@ def _multiply_wide(a, b):
 def philox_word(seed, position, index, purpose, child):
     """Return word 0 of philox4x32-10 for counter (position, index, purpose, child), key seed.
 
-    ``seed`` and ``position`` are int64 scalars, ``index`` is an int32 block, ``purpose`` an int32
-    scalar or a number, ``child`` an int32 scalar. The result is a uint32 block. Words that depend
-    on scalars only stay scalars.
+    ``seed`` and ``position`` are int64 scalars, ``index`` an int32 block, the others int32 scalars
+    or numbers. The result is a uint32 block; words of scalars only stay scalars.
     """
     k0, k1 = seed.to(tl.uint32), (seed.to(tl.uint64) >> 32).to(tl.uint32)
     c0, c1, c3 = position.to(tl.uint32), index.to(tl.uint32), child.to(tl.uint32)
@@ -46,8 +45,8 @@ def philox_word(seed, position, index, purpose, child):
 def gumbel(word):
     """Return -log(-log(1 - w)) of uint32 words, to float32 precision at both ends.
 
-    The largest variables decide a draw. Their w is small and 1 - w would lose the digits of w, so
-    the inner logarithm is its series. At the other end 1 - w comes from the word's complement.
+    The largest variables decide a draw. Their w is small and 1 - w would lose its digits, so the
+    inner logarithm is its series; at the other end 1 - w comes from the word's complement.
     """
     w = word.to(tl.float32) * 2.0**-32 + 2.0**-33
     rest = (~word).to(tl.float32) * 2.0**-32 + 2.0**-33

@@ -172,10 +172,7 @@ def philox4x32(
     counter: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     key: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the four random words of philox4x32-10; all tensors int64 holding 32-bit words.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-    """
+    """Return the four random words of philox4x32-10; all tensors int64 holding 32-bit words."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -214,9 +211,8 @@ def philox_words(
 def gumbel_noise(words: torch.Tensor) -> torch.Tensor:
     """Return the standard Gumbel variable of each 32-bit word, float32.
 
-    -log(-log(1 - w)) with w = (word + 1/2) / 2^32. The largest variables decide a draw, and belong
-    to the smallest w: this form keeps their full precision. -log(-log(u)) of a float32 u near 1
-    has lost it (and is infinite at u = 1).
+    -log(-log(1 - w)) with w = (word + 1/2) / 2^32: the smallest w decide a draw and keep their
+    full precision. A float32 u near 1 in -log(-log(u)) has lost it (infinite at u = 1).
     """
     w = (words.double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-w)).float()

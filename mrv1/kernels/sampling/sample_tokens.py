@@ -8,27 +8,25 @@ noise::
     group = argmax_g(log(w_g) + gumbel(position, g, 1, child))             ties to the lowest
     token = argmax_v((logit[v] - m) / T + gumbel(position, v, 0, child))   over v of that group
 
-The token is a draw from softmax(logits / T) over the kept tokens. It needs one noise word per
-group and one per token of one group, not one per token of the row, so only reading the logits
-takes time. The noise is a pure function of its arguments and the seed, so that tiles, batch and
-padding change no draw::
+The token is a draw from softmax(logits / T) over the kept tokens, with one noise word per group
+and one per token of one group, so only reading the logits takes time. The noise is a pure function
+of its arguments and the seed, so that tiles, batch and padding change no draw::
 
     word   = philox4x32-10(counter = (position, g or v, purpose, child), key = seed)[0]
     gumbel = -log(-log(1 - w)),  w = (word + 1/2) / 2^32
 
-``filters`` says which tokens the filters keep. Where top_p is the only filter, the set of kept
-tokens is not computed. The first round draws from all tokens. If the strictly likelier tokens have
-a mass of ``top_p`` or more, the drawn token is rejected, and the next round draws from the
-strictly likelier tokens only. Round r has the purposes 2 r and 2 r + 1 in place of 0 and 1. A
-rejected token, and every token that is left out with it, is not kept, so each kept token has its
-right probability. On average at least ``top_p`` of the rows end in the first round, with the token
-that they would draw without a filter.
+``filters`` says which tokens are kept. Where top_p is the only filter, they are not computed. The
+first round draws from all tokens. If the strictly likelier tokens have a mass of ``top_p`` or
+more, the drawn token is rejected, and the next round draws from the strictly likelier tokens only;
+round r has the purposes 2 r and 2 r + 1. A rejected token, and every token left out with it, is
+not kept, so each kept token has its right probability. On average at least ``top_p`` of the rows
+end in the first round, with the token of a draw without a filter.
 
-There are two launches. The first reads the logits and writes each group's maximum and sum. The
-second, one program per row, works from the maxima and sums, and reads again only where it must:
-the 50 best tokens are in the 50 groups with the largest maxima. ``search`` finds the kept tokens.
-Where top-k keeps many tokens, one more read of the row writes the tokens that may be kept to a
-scratch of some kilobytes, and the search reads only those.
+The first launch reads the logits and writes each group's maximum and sum. The second, one program
+per row, works from these, and reads again only where it must: the 50 best tokens are in the 50
+groups with the largest maxima. ``search`` finds the kept tokens. Where top-k keeps many tokens,
+one more read writes the tokens that may be kept to a scratch of some kilobytes, and the search
+reads only those.
 
 Sources: Maddison et al., "A* Sampling" (2014), for the Gumbel-max draw; FlashInfer (2025) for
 top-p by rejection.
@@ -92,11 +90,11 @@ class SampleTokensConfig:
     def default_for(cls, vocab_size: int) -> SampleTokensConfig:
         """Return the configuration for a GPU.
 
-        16 groups on 4 warps are 16 elements per thread, four loads of 16 bytes in flight, and a
-        vocabulary of 152k is 75 programs per row. H200, 256 greedy rows, both launches: 44 us; 8
-        tiles per program in four stages took as long, tiles twice as large in three stages 45 us.
-        Two programs of the second launch fit a multiprocessor, so that 256 rows run at once.
-        Beyond 2^20 ids, where 128 registers would spill on some GPUs, the compiler decides.
+        16 groups on 4 warps are 16 elements per thread, four loads of 16 bytes in flight, and 75
+        programs per row of 152k. H200, 256 greedy rows, both launches: 44 us; 8 tiles per program
+        in four stages the same, tiles twice as large in three stages 45 us. Two programs of the
+        second launch fit a multiprocessor, so that 256 rows run at once. Beyond 2^20 ids, where
+        128 registers would spill on some GPUs, the compiler decides.
         """
         size, num_groups = group_size(vocab_size), padded_groups(vocab_size)
         return cls(
@@ -138,10 +136,9 @@ def sample_tokens(
     """Return one token id per row: a draw from softmax(logits / temperature), or the argmax.
 
     Args:
-        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride. -inf excludes a
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride; -inf excludes a
             token.
-        temperature: [rows] float32 >= 0, contiguous; 0 = greedy, the exact argmax, whatever the
-            filters.
+        temperature: [rows] float32 >= 0, contiguous; 0 = greedy, the exact argmax without filters.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
         positions: [rows] int64 or int32, contiguous: the output position; the low 32 bits count.
         child: [rows] int32, contiguous: index of the output of a request with n > 1. None = 0.
@@ -150,22 +147,21 @@ def sample_tokens(
             None = these tensors are in row order.
         prompt_len: like ``positions``, from which it is subtracted: ``positions`` are then the
             numbers of known tokens, prompt and output. None = 0.
-        out: [rows] int64, contiguous, *written*. Allocated if omitted.
+        out: [rows] int64, contiguous, *written* and returned. Allocated if omitted.
         **filters: top_k, top_p, min_p, as ``mrv1.kernels.sampling.filters.Filters`` describes
             them; a filter that is None or left out is off in all rows.
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
-        -2 where a row has NaN, or has +inf and is not greedy.
+            -2 where a row has NaN, or has +inf and is not greedy.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics: float32. The philox words equal the oracle's; the Gumbel variables agree to a few
-        ulp and sums to their rounding, so a draw may differ from the oracle's only where two
-        scores nearly tie, or where a sum is within rounding of ``top_p``. A row's token is
-        the same, bit for bit, whatever the other rows, their number and the row's place.
+    Numerics: float32. The philox words equal the oracle's; the Gumbel variables agree to a few ulp
+        and sums to their rounding, so a draw may differ from the oracle's only where two scores
+        nearly tie, or where a sum is within rounding of ``top_p``. A row's token is the same, bit
+        for bit, whatever the other rows, their number and the row's place.
     Stream: two launches on the current stream, no synchronisation, CUDA-graph safe. Allocates per
         row 8 bytes per group and, unless all filters are None, 64 KiB and up to 8 bytes per group.
     """

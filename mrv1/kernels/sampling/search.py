@@ -3,8 +3,8 @@
 Every filter keeps the tokens above some value, its *floor*: ``kept = {x > floor}``. Let
 ``enough(v)`` = "at least k tokens are above v" (top-k), or "the tokens above v have at least the
 target mass" (top-p). A floor is the largest v with enough(v), or a lower value with the same
-tokens above it. A search keeps a bracket, enough(low) and not enough(high), and ends when all
-tokens in the bracket have one value.
+tokens above it. A search keeps a bracket, enough(low) and not enough(high), and ends when all its
+tokens have one value.
 """
 
 from __future__ import annotations
@@ -74,10 +74,7 @@ def gap(low, high):
 
 @triton.jit
 def middle(low, high, least, step):
-    """Return a value strictly between ``low`` and ``high``, which are not neighbours.
-
-    ``least`` is a finite value that takes the place of a lower ``low``, such as -inf.
-    """
+    """Return a value strictly between two that are no neighbours; ``least`` replaces -inf."""
     by_value = 0.5 * tl.maximum(low, least) + 0.5 * high
     by_key = value_of(((key_of(low).to(tl.int64) + key_of(high)) >> 1).to(tl.int32))
     return tl.where((step < _VALUE_STEPS) & (by_value > low) & (by_value < high), by_value, by_key)
@@ -120,8 +117,7 @@ def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr
 def search_block(x, low, high, fewest, most):
     """Return a value v with fewest <= num(v) <= most, and num(v), the elements of ``x`` above v.
 
-    The caller ensures num(low) > most and num(high) = 0. If equal elements leave no such v, num(v)
-    of the value returned is above ``most``.
+    num(low) > most and num(high) = 0. If equal elements leave no such v, num(v) is above ``most``.
     """
     least = tl.min(tl.where(x > low, x, float("inf")))
     num_low = tl.sum((x > low).to(tl.int32))
@@ -170,9 +166,8 @@ def load_listed(row, index, num_listed):
 def guess_floor(row, k, tiles):
     """Return a value that probably has at least k tokens above it, and few more, or -inf.
 
-    The value is the logit of some rank in a sample, which is groups evenly spread over the row.
-    If tokens were shuffled, the k-th token would have an expected rank in the sample; four
-    standard deviations are added to it.
+    It is the logit of some rank in a sample of groups evenly spread over the row: the k-th token's
+    expected rank if tokens were shuffled, plus four standard deviations.
     """
     few = tl.arange(0, tiles.FEW_GROUPS)
     sampled = few * row.num_groups // tiles.FEW_GROUPS
@@ -205,9 +200,9 @@ def _load_runs(row, group, run, num_runs, member, tiles):
 def _collect(row, low, high, tiles):
     """Write the row's logits in (low, high] to columns, and return the heights of the columns.
 
-    The columns are [DEPTH, COLUMNS] float32 in the scratch, after the list of groups. Each thread
-    has a column of its own, so that no thread needs the counts of another. A column that is higher
-    than DEPTH lacks logits. Each tile of tokens is loaded while the tile before it is written.
+    The columns are [DEPTH, COLUMNS] float32 in the scratch, after the list of groups, one per
+    thread, so that no thread needs the counts of another. A column that is higher than DEPTH lacks
+    logits. Each tile of tokens is loaded while the tile before it is written.
     """
     ROWS: tl.constexpr = tiles.COLUMNS // 32
     UNROLL: tl.constexpr = 4 if tiles.TILE_GROUPS >= 64 else 1
@@ -246,9 +241,9 @@ def _collect(row, low, high, tiles):
 
 @triton.jit
 def _sum_columns(row, heights, highest, low, high, by_mass, scale, tiles):
-    """Return the number, the mass and the least of the columns' logits in (low, high].
+    """Return number, mass (0 if not ``by_mass``) and least of the columns' logits in (low, high].
 
-    ``heights`` are the columns' and ``highest`` is their maximum. Mass is 0 if not ``by_mass``.
+    ``heights`` are the columns' and ``highest`` is their maximum.
     """
     STEP: tl.constexpr = 8
     depth, column = tl.arange(0, STEP)[:, None], tl.arange(0, tiles.COLUMNS)[None, :]
@@ -276,8 +271,8 @@ def _search_columns(
 ):
     """Return the floor within a bracket; all of its logits are in the columns.
 
-    ``num_high`` and ``mass_high`` are the number and mass of the tokens above ``high``. A negative
-    ``target`` is not known yet: the bracket then has all tokens that top-k keeps.
+    ``num_high`` and ``mass_high`` are of the tokens above ``high``. A negative ``target`` is not
+    known yet: the bracket then has all tokens that top-k keeps.
     """
     highest = tl.max(heights)
     num_low, mass_low, least = _sum_columns(
@@ -322,8 +317,8 @@ def search_row(
 ):
     """Return the floor of top-k, then top-p, for any number of tokens.
 
-    The tokens of a bracket are written to columns and searched there. If they do not fit, passes
-    over the row divide the bracket at PIVOTS values until they do.
+    The tokens of a bracket are searched in columns; until they fit, passes over the row divide the
+    bracket at PIVOTS values.
     """
     lane = tl.arange(0, tiles.LANES)
     pivot_index = tl.arange(0, tiles.PIVOTS)

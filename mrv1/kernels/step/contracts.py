@@ -103,17 +103,16 @@ class GatheredTokens:
     """[padded tokens] int64, or [3, padded tokens] int64, unit last stride, with M-RoPE."""
     seq_lens: torch.Tensor
     """[num_reqs] int32: the row's first position plus its query; 0 for padding, also where the
-    slot's request has stopped. The first position is ``num_computed_tokens``, or less where the
-    query is longer than the tokens left to compute: the length is then ``num_tokens`` plus the
-    row's drafts. Not limited to max_model_len: tokens from there on are padding."""
+    slot's request has stopped. Where the query is longer than the tokens left to compute, this is
+    ``num_tokens`` plus the row's drafts. Not limited to max_model_len."""
     slot_mapping: torch.Tensor
     """[groups, padded tokens] int64, unit last stride."""
     logits_rows: torch.Tensor
     """[num_reqs] int64: the index in the batch of the row's token at position ``num_tokens - 1``
     if the row samples, else -1. A row samples if it is no padding, its query reaches the last
     draft (without drafts, the last known token) and ``num_computed_tokens`` is less than
-    ``num_tokens``: a row whose known tokens have all been computed does not sample, even with
-    drafts. With k drafts the row's k + 1 logits are at this index and the k after it."""
+    ``num_tokens``, even with drafts. With k drafts the row's k + 1 logits are at this index and
+    the k after it."""
     block_table: torch.Tensor | None = None
     """[num_reqs, row_width] int32, unit last stride, *written* in the live columns and nowhere
     else: for a group without a ring, the first ceil(seq_len / block_size) of its segment (at most
@@ -123,10 +122,7 @@ class GatheredTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendedTokens:
-    """Outputs of ``post_update``: on the device, or in pinned host memory.
-
-    The host may read pinned memory after an event that follows the launch.
-    """
+    """Outputs of ``post_update``, on the device or pinned; the host reads after an event."""
 
     output: torch.Tensor
     """[num_reqs, 1 + max_drafts] int64, unit last stride, *written* in every element: the tokens
@@ -141,11 +137,7 @@ class AppendedTokens:
 
 
 def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> None:
-    """Raise unless ``token_ids`` and the fields ``vectors``, one element per slot, are valid.
-
-    Raises:
-        TypeError, ValueError: a field is not as described.
-    """
+    """Raise unless ``token_ids`` and the fields ``vectors``, one element per slot, are valid."""
     check_tensor(
         "slots.token_ids", slots.token_ids, shape=(None, None), dtype=torch.int32, device=device,
         unit_last_stride=True,
@@ -159,11 +151,7 @@ def check_queries(
     num_rows: int,
     device: torch.device,
 ) -> None:
-    """Raise unless ``query_start_loc`` or ``query_len`` gives the rows' query lengths.
-
-    Raises:
-        TypeError, ValueError: neither is given, or a given argument is not as described.
-    """
+    """Raise unless ``query_start_loc`` or ``query_len`` gives the rows' query lengths."""
     if query_len is None and query_start_loc is None:
         raise ValueError("query_start_loc: expected a tensor where query_len is None, got None")
     if query_len is not None and query_len < 1:

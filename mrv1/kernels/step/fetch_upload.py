@@ -2,9 +2,8 @@
 
     n = uploads[slot, 0];  staged[:n] = uploads[slot, :n]
 
-A kernel reads the host memory, and is a part of the step's CUDA graph. A copy would have to be
-launched, and waited for, between one graph and the next. The device decides which row is read,
-because a graph's arguments are fixed when it is captured.
+A kernel reads the host memory, as a part of the step's CUDA graph: a copy would have to be
+launched, and waited for, between graphs.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
         staged: [at least words] int32, contiguous, *written* in its first words, as many as count.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: words are moved, never converted; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

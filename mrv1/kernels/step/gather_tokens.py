@@ -2,20 +2,20 @@
 
 Token ``j`` of row ``r`` is the token at position ``first + j`` of the row's request: one of its
 ``num_tokens[slot]`` known tokens or, after them, one of the row's drafts. ``first`` is
-``num_computed_tokens[slot]``. If the query is longer than the tokens that are left to compute, it
-starts earlier, so that it ends with the last draft: then the length of the request, and so every
-key that attention may read, is exact.
+``num_computed_tokens[slot]``, or less if the query is longer than the tokens left to compute, so
+that it ends with the last draft: then the length of the request, and so every key that attention
+may read, is exact.
 
 The token's cache slot in head group ``g`` is ``block * block_size + position % block_size``, with
-the block read from the group's segment of the request's table row (S = ceil(sink / block_size),
-L = position // block_size)::
+the block read from the group's segment of the request's table row (S = ceil(sink / block_size), L
+= position // block_size)::
 
     column = table_offset[g] + (L                              if ring_blocks[g] == 0 or L < S
                                 S + (L - S) % ring_blocks[g]   otherwise)
 
-One launch has three kinds of programs, each for one head group: tiles of tokens, tiles of rows
-(for the per-row outputs), and tiles of the block table. In a ragged batch, a bisection of
-``query_start_loc`` finds a token's row, so ragged batches cost no more than even batches.
+One launch has three kinds of programs, each for one head group: tiles of tokens, of rows (for the
+per-row outputs), and of the block table. In a ragged batch, a bisection of ``query_start_loc``
+finds a token's row, at no more cost than in an even batch.
 """
 
 from __future__ import annotations
@@ -398,8 +398,8 @@ class GatherTokensConfig:
     def default_for(cls) -> GatherTokensConfig:
         """Return the configuration for a GPU: one token per thread.
 
-        The time goes into dependent loads. At a context of 1000 tokens no other configuration is
-        faster on an H200; the wide tile of the block table is for long contexts.
+        The time goes into dependent loads: at a context of 1000 tokens nothing is faster on an
+        H200; the wide tile of the block table is for long contexts.
         """
         return cls(tile_tokens=128, tile_rows=1, tile_columns=1024, num_warps=4)
 
@@ -437,8 +437,8 @@ def gather_tokens(
 
     Args:
         idx_mapping: [num_reqs] int32, the request slot of each batch row; -1 = padding row.
-        query_start_loc: [num_reqs + 1] int32, first token of each row, ascending from 0; not
-            read, and may be None, if ``query_len`` is given.
+        query_start_loc: [num_reqs + 1] int32, first token of each row, ascending from 0; not read,
+            and may be None, if ``query_len`` is given.
         slots: the request of every slot: its history, lengths, stop code and M-RoPE spans.
         tables: the block table of every slot.
         out: *written*.
@@ -449,8 +449,7 @@ def gather_tokens(
             of the row's query. Goes with ``draft_token_ids``.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or its counterpart is missing.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: integers; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

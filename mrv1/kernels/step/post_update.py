@@ -9,12 +9,8 @@ For each row whose request has not stopped, with the row's sampled tokens in ord
         and num_tokens >= min_total_tokens      the request stops (STOP_SEQUENCE)
       num_tokens has reached max_total_tokens   the request stops (LENGTH)
 
-Tokens after a stop are dropped. A row that samples ends with ``num_computed_tokens =
-num_tokens - 1``: every token but the newest has its keys and values in the cache. A row that does
-not sample (an unfinished prefill) advances by its query.
-
-A token depends on the tokens before it only through a stop, so all tokens of a row are judged at
-the same time and a minimum finds the first token that stops the request.
+Tokens after a stop are dropped. A token depends on the tokens before it only through a stop, so
+all tokens of a row are judged at the same time and a minimum finds the first that stops it.
 """
 
 from __future__ import annotations
@@ -257,27 +253,24 @@ def post_update(
     Padding rows, and rows of slots that had stopped before the launch, change no slot.
 
     Args:
-        idx_mapping: [num_reqs] int32, the request slot of each batch row, all different; -1 =
-            padding row.
+        idx_mapping: [num_reqs] int32, the slot of each batch row, all different; -1 = padding row.
         query_start_loc: [num_reqs + 1] int32, first token of each row; not read, and may be None,
             if ``query_len`` is given.
-        logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = the row does not
-            sample.
+        logits_rows: [num_reqs] int64, as :func:`gather_tokens` wrote it; -1 = row does not sample.
         tokens: [num_reqs, 1 + max_drafts] int64, unit last stride, at most 8 columns: the tokens
-            that each row sampled, in order; < 0 = no token could be sampled, and the number is the
-            sampler's reason.
+            that each row sampled, in order; < 0 = no token could be sampled, and why.
         slots: the request of every slot; ``token_ids``, ``num_tokens``, ``num_computed_tokens``
             and ``stopped`` are *written*. A row that samples has ``num_tokens`` less than
             ``max_total_tokens``, and ``num_computed_tokens`` becomes ``num_tokens - 1``, stopped
-            or not; in any other row, ``num_computed_tokens`` advances by the query.
+            or not: all tokens but the newest are in the cache. In any other row it advances by the
+            query.
         out: *written*.
         query_len: tokens of every row, if they all have the same number.
         num_sampled: [num_reqs] int32, number of leading ``tokens`` that count in each row that
             samples: 1 + the accepted drafts. None = 1.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: integers; exact (tier A).
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.

@@ -4,9 +4,9 @@ For each of the first ``num_segments`` rows (dst, src, length) of ``segments``::
 
     state[dst : dst + length] = staged[src : src + length]      -1 in every word if src < 0
 
-All per-request state is in one flat buffer, so a step's changes take one upload and one launch.
-The device reads the number of segments and the grid depends on shapes alone, so one CUDA graph
-serves every step. (These segments are runs of words, not the segments of decode attention.)
+All per-request state is in one flat buffer, so a step's changes take one upload and one launch;
+the grid depends on shapes alone, so one CUDA graph serves every step. (These segments are runs of
+words, not the segments of decode attention.)
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class ScatterSegmentsConfig:
         """Return the configuration for a GPU, for segments of a word or two and long prompts.
 
         On an H200, 512 segments of one word take 1.6 us in 512 programs and 2.8 us in 128; no
-        segments take 0.9 and 0.8 us. Wider tiles save a third of the time of a prompt, which is
-        thousands of words, but slow down every short segment.
+        segments take 0.9 and 0.8 us. Wider tiles take a third less time for a prompt of thousands
+        of words, but slow down every short segment.
         """
         return cls(max_programs=512, tile_words=1024, num_warps=4)
 
@@ -86,17 +86,15 @@ def scatter_segments(
         staged: [staged words] int32, contiguous; does not overlap ``state``.
         segments: [max_segments, 3] int32, contiguous, may be a view of ``staged``. Each row is
             (dst, src, length): first word in ``state``, first word in ``staged`` or < 0 to fill,
-            and number of words. A length <= 0 does nothing. Destinations must not overlap:
-            segments are copied in any order. Values are on the device and not checked.
+            and number of words (<= 0: nothing). Destinations must not overlap: the order is any.
+            Not checked.
         num_segments: [1] int32, at most max_segments: number of leading rows to apply.
 
     Raises:
-        TypeError, ValueError: an argument is not as described.
-        UnsupportedDeviceError: a CPU tensor while not interpreting, or the reverse.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: words are moved, never converted; exact (tier A).
-    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe whatever the
-        segments hold.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe for any segments.
     """
     check_tensor("state", state, shape=(None,), dtype=torch.int32, contiguous=True)
     check_launchable("state", state)

@@ -1,14 +1,14 @@
 """Corrections and checks for Triton's CPU interpreter (Triton 3.6 to 3.9).
 
-``TRITON_INTERPRET=1`` runs kernels on CPU tensors without a driver. Stock, it gets conversions to
-bfloat16 and fp8 wrong, bfloat16 arithmetic too, and is slow in custom reductions; it also accepts
-what a GPU would not: addresses outside the arguments, int32 overflow, failed device assertions.
+``TRITON_INTERPRET=1`` runs kernels on CPU tensors without a driver. Stock, it gets bfloat16 and
+conversions to fp8 wrong and is slow in custom reductions; it also accepts addresses outside the
+arguments, int32 overflow and failed device assertions.
 
 - :func:`install` makes the results right; ``mrv1.kernels`` calls it when it interprets.
 - ``install(debug=True)`` adds int32 overflow checks and ``tl.device_assert``.
 - :func:`install_bounds` makes a stray address an ``IndexError`` that names the program.
 
-All three hold for the rest of the process: checks go on, never off.
+All three hold for the rest of the process.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ __all__ = ["install", "install_bounds"]
 def install(*, debug: bool = False) -> None:
     """Correct the interpreter for this process; a second call is free.
 
-    Args:
-        debug: also check 32-bit integer arithmetic for overflow and evaluate ``tl.device_assert``
-            (about twice as slow). Once on, a later call without it leaves it on.
+    ``debug`` also checks 32-bit integers for overflow and evaluates ``tl.device_assert`` (about
+    twice as slow); it stays on.
     """
     builder = ti.interpreter_builder
     if not isinstance(builder, CorrectedBuilder):
@@ -50,9 +49,8 @@ def install(*, debug: bool = False) -> None:
 def install_bounds() -> None:
     """Check every unmasked address of every later launch; a second call is free.
 
-    A load, store or atomic raises ``IndexError`` (as the cause of Triton's ``InterpreterError``)
-    unless it lies in the storage of a tensor argument. A view's whole storage counts, and pointers
-    that a kernel loads from memory must lead into an argument too.
+    An access outside the storage of every tensor argument raises ``IndexError`` (the cause of
+    Triton's ``InterpreterError``). A view's whole storage counts; loaded pointers are checked too.
     """
     if not isinstance(ti._interpreter, CheckedMemory):
         ti._interpreter = CheckedMemory(ti._interpreter)

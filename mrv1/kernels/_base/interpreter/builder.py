@@ -40,10 +40,10 @@ def _float64_of(handle: Handle) -> Array:
 def _product(a: Array, b: Array) -> Array:
     """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
 
-    ``np.matmul`` calls a BLAS that sums over K in an order of its own for each shape and CPU: on a
-    CPU without AVX-512 a row has other bits alone than among 16. ``einsum`` walks the axis of the
-    smallest stride innermost, which is N in both ``b`` and the result, so each element is summed
-    from k = 0 upwards. A result of one column has no such axis: it gets a second one.
+    ``np.matmul`` sums over K in an order of its own for each shape and CPU (without AVX-512 a row
+    has other bits alone than among 16). ``einsum`` walks the axis of the smallest stride
+    innermost, N, so each element is summed from k = 0 upwards; a result of one column gets a
+    second one.
     """
     num_cols = b.shape[-1]
     if num_cols == 1:
@@ -71,8 +71,8 @@ def _narrowed(handle: Handle) -> Handle:
 def _fused(x: Array, y: Array, z: Array) -> Array:
     """Return float32 ``x * y + z``, rounded once.
 
-    The product is exact in float64. The sum is rounded to odd there (to whichever neighbour has
-    an odd last bit, if inexact), after which rounding to float32 is that of the exact sum.
+    The product is exact in float64. The sum is rounded to odd there (if inexact, to the neighbour
+    with an odd last bit), after which rounding to float32 is that of the exact sum.
     """
     with np.errstate(all="ignore"):
         product = x.astype(np.float64) * y
@@ -105,10 +105,7 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
             return encode_as(float32_of(src), dst_type, toward_zero=toward_zero)
 
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
-        """Apply ``op``; a comparison yields int1, where stock keeps the operands' dtype.
-
-        That dtype would be a broadcast scalar condition's, and 3.9 refuses it as a mask.
-        """
+        """Apply ``op``; comparisons yield int1: 3.9 refuses stock's operand dtype as a mask."""
         with np.errstate(all="ignore"):
             if op in _COMPARISONS:
                 return ti.TensorHandle(op(_widened(lhs).data, _widened(rhs).data), tl.int1)

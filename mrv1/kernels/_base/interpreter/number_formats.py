@@ -1,8 +1,8 @@
 """bfloat16 and the 8-bit floats in numpy: exact decoding, encoding rounded to nearest even.
 
 Codes are ``uint16`` for bfloat16 and ``uint8`` for the 8-bit formats, named as Triton names them.
-Encoding saturates the 8-bit formats at their largest finite value, as the GPU's
-``cvt.rn.satfinite`` does, infinities included; NaN stays NaN.
+Encoding saturates the 8-bit formats, infinities included, as the GPU's ``cvt.rn.satfinite`` does;
+NaN stays NaN.
 
 Source: OCP 8-bit Floating Point Specification (e4m3, e5m2) and the fnuz variants of AMD CDNA3.
 """
@@ -74,12 +74,9 @@ def decode(codes: Array, name: str) -> NDArray[np.float32]:
 
 
 def encode(values: Array, name: str, *, toward_zero: bool = False) -> Array:
-    """Return the codes of float32 ``values``: float16 as numpy's own, else integers.
+    """Return the codes of ``values``, cast to float32: float16 as numpy's own, else integers.
 
-    Args:
-        values: any shape, cast to float32 first.
-        name: ``fp16``, ``bf16`` or one of the 8-bit formats.
-        toward_zero: truncate instead of rounding to nearest, ties to even.
+    ``name`` is ``fp16``, ``bf16`` or one of the 8-bit formats; ``toward_zero`` truncates.
     """
     values = np.asarray(values, dtype=np.float32, order="C")
     if name == "fp16":
