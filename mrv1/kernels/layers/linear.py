@@ -33,11 +33,7 @@ from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import silu_and_mul
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_registers import (
-    Chains,
-    RegisterConfig,
-    multiply_in_registers,
-)
+from mrv1.kernels.layers.linear_registers import Chains, RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
@@ -172,11 +168,7 @@ def _register_config(call: LinearCall, deterministic: bool) -> RegisterConfig | 
     if INTERPRET:
         return RegisterConfig.for_interpreter(call.num_tokens, num_rows)
     return RegisterConfig.default_for(
-        call.num_tokens,
-        call.num_in,
-        num_rows,
-        is_gated=call.is_gated,
-        is_normed=is_normed,
+        call.num_tokens, call.num_in, num_rows, is_gated=call.is_gated, is_normed=is_normed
     )
 
 

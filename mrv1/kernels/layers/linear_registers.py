@@ -64,10 +64,7 @@ class Chains:
             fits = num_programs <= NUM_PROGRAMS and weights <= MOST_WEIGHTS
             if fits and (splits == 1 or (can_split and splits <= 8)):
                 return cls(
-                    splits=splits,
-                    num_warps=num_warps,
-                    tile_rows=tile_rows,
-                    row_tiles=row_tiles,
+                    splits=splits, num_warps=num_warps, tile_rows=tile_rows, row_tiles=row_tiles
                 )
         return None
 

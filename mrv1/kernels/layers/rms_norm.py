@@ -149,10 +149,7 @@ def rms_norm(
 
 
 def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
 ) -> None:
     check_tensor("x", x, dtype=FLOAT_DTYPES, unit_last_stride=True)
     if x.dim() not in (2, 3) or x.shape[-1] == 0:
