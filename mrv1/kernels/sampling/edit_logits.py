@@ -503,15 +503,13 @@ def apply_token_bitmask(
         bitmask: [masks, ceil(vocab / 32)] int32, unit last stride: bit i of word w is 1 where
             token 32 w + i is allowed.
         rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
-            number of rows, no row twice, not checked; -1 = none. None = mask i is for row i, masks
-            = rows.
+            number of rows, no row twice, not checked; -1 = none. None = mask i is for row i.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: exact (tier A); all other logits, NaN included, keep their bits.
-    Stream: one launch on the current stream (none without masks), no synchronisation, CUDA-graph
-        safe.
+    Stream: one launch on the current stream (if masks), no synchronisation, CUDA-graph safe.
     """
     check_token_bitmask(logits, bitmask, rows, FLOAT_DTYPES)
     check_launchable("logits", logits)

@@ -239,19 +239,17 @@ def top_logprobs(
         idx_mapping: [rows] int32, contiguous: the slot of each row; -1 = padding row, whose logits
             are not read. ``temperature`` and ``row_num_top`` are then in slot order, [slots]. None
             = they are in row order.
-        temperature: [rows] float32 >= 0, contiguous: divides the logits; 0 (greedy) and None mean
-            1.
+        temperature: [rows] float32 >= 0, contiguous: divides the logits; 0 (greedy) or None = 1.
         row_num_top: [rows] int32, contiguous: number of best tokens of each row, if fewer than
             ``num_top``; the row's later columns are as in padding rows. None = ``num_top``.
 
     Returns:
         logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
-            greater logit, so that equal logits share a rank; top_token_ids [rows, num_top] int64,
-            best first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A
-            token at -inf has logprob -inf. Where no token is asked for, the logprob is -inf and
-            the rank 0; in padding rows, top_token_ids are also -1 and top_logprobs -inf. In a row
-            with NaN or +inf, or with no logit but -inf, logprobs are NaN; top_token_ids order NaN
-            like -inf.
+        greater logit, so that equal logits share a rank; top_token_ids [rows, num_top] int64, best
+        first, ties to the lowest id, and their top_logprobs [rows, num_top] float32. A token at
+        -inf has logprob -inf. Where no token is asked for, the logprob is -inf and the rank 0; in
+        padding rows, top_token_ids are also -1 and top_logprobs -inf. In a row with NaN or +inf,
+        or with no logit but -inf, logprobs are NaN; top_token_ids order NaN like -inf.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.

@@ -138,7 +138,7 @@ def sample_tokens(
     Args:
         logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride; -inf excludes a
             token.
-        temperature: [rows] float32 >= 0, contiguous; 0 = greedy, the exact argmax without filters.
+        temperature: [rows] float32 >= 0, contiguous; 0 = greedy: the argmax, whatever the filters.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
         positions: [rows] int64 or int32, contiguous: the output position; the low 32 bits count.
         child: [rows] int32, contiguous: index of the output of a request with n > 1. None = 0.
@@ -153,7 +153,7 @@ def sample_tokens(
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
-            -2 where a row has NaN, or has +inf and is not greedy.
+        -2 where a row has NaN, or has +inf and is not greedy.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.

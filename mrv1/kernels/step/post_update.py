@@ -262,8 +262,7 @@ def post_update(
         slots: the request of every slot; ``token_ids``, ``num_tokens``, ``num_computed_tokens``
             and ``stopped`` are *written*. A row that samples has ``num_tokens`` less than
             ``max_total_tokens``, and ``num_computed_tokens`` becomes ``num_tokens - 1``, stopped
-            or not: all tokens but the newest are in the cache. In any other row it advances by the
-            query.
+            or not: the cache has all but the newest. In any other row it advances by the query.
         out: *written*.
         query_len: tokens of every row, if they all have the same number.
         num_sampled: [num_reqs] int32, number of leading ``tokens`` that count in each row that
