@@ -71,8 +71,7 @@ class RepeatedCall:
 
     A call makes the launches of the call before if its tensors have the same dtypes, shapes,
     strides, devices and alignment, and all else is the same; otherwise it runs the op. The op must
-    launch through ``launch_kernel`` only, and do nothing else that depends on where its tensors
-    lie.
+    launch through ``launch_kernel`` only; nothing else may depend on where its tensors lie.
     """
 
     def __init__(self) -> None:

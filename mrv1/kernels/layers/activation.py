@@ -75,8 +75,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 
     Args:
         x: [tokens, 2 * n] float32 | float16 | bfloat16, unit last stride: gate, then up.
-        out: [tokens, n], x's dtype, unit last stride, *written* and returned. Allocated if
-            omitted.
+        out: [tokens, n], x's dtype, unit last stride, *written* and returned; None = new.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.

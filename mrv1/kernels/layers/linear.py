@@ -72,8 +72,7 @@ def linear(
     Args:
         x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
         weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. Read before earlier launches
-            have ended, so no launch that may still run may write it, ``bias`` or the norms'
-            weights.
+            have ended: none that may still run may write it, ``bias`` or a norm's weight.
         bias: ``[out]``, x's dtype, contiguous.
         norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
         eps: added to the mean square in both norms.

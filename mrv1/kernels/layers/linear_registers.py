@@ -35,8 +35,8 @@ equal share is meant for the tokens."""
 class Chains:
     """The order of a deterministic sum, for any number of tokens.
 
-    Every CHAIN_IN inputs are one chain of products. A split's chains are added first to last, then
-    the splits are.
+    Every CHAIN_IN inputs are one chain of products. A split's chains are added in order, then the
+    splits.
     """
 
     splits: int
@@ -201,9 +201,8 @@ def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr, IN_ORDER: tl.con
     """Return the lines of _load_lanes as [WARPS, ROWS, 32], columns in the tensor cores' order.
 
     A lane has eight columns. The tensor cores take sixteen at once and expect four from a lane:
-    two neighbours, and the two that follow eight columns later. The sixteen columns are a half of
-    each lane's; IN_ORDER the line's first or last sixteen, so lanes exchange half of their
-    columns.
+    two neighbours, and the two that follow eight columns later. The sixteen are a half of each
+    lane's columns; IN_ORDER the line's first or last sixteen, so lanes exchange halves.
     """
     if IN_ORDER:
         lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 2, 2, 2, 2, 2])

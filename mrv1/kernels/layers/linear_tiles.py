@@ -65,8 +65,7 @@ class TileConfig:
     ) -> TileConfig:
         """Return the configuration for a GPU; the splits do not depend on the number of tokens.
 
-        Measured on an H200 in bfloat16, mostly with the four products of a Qwen3-0.6B layer in a
-        chain.
+        Measured on an H200 in bfloat16, mostly with the chained products of a Qwen3-0.6B layer.
 
         - Splits make about 256 programs of 64 rows: at most eight splits, of at least 256 inputs.
           At 16 tokens, 2048 -> 1024 takes 2.9 us in eight splits and 3.6 us in two. Deterministic
@@ -78,8 +77,7 @@ class TileConfig:
         - Long rows, and weights for more than two programs per multiprocessor, go through a deep
           pipeline of short steps.
         - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256 instead of 18.3.
-          Deterministic calls with the rows of a vocabulary need the largest: 206 us at 256, not
-          272.
+          Deterministic calls with the rows of a vocabulary need the largest (206 us, not 272).
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
@@ -197,9 +195,8 @@ def _add_product(y, excess, weight, x, CHAIN_STEPS: tl.constexpr):
 
     The error of a float32 chain of additions grows with its length. So each step has a chain of
     its own, and the steps' sum is compensated (Kahan): ``excess`` is what the last rounding has
-    added to y, returned with it. Uncompensated, sums of 4,096 inputs err twice as much. Without
-    ``tl.fma`` the compiler would put ``y`` at the head of the chain (and it drops a plain product
-    with 1.0).
+    added to y, returned with it; without it sums of 4,096 inputs err twice as much. Without
+    ``tl.fma`` the compiler would put ``y`` at the head of the chain (it drops a product with 1.0).
     """
     if x.dtype == tl.float32:
         term = tl.dot(weight, tl.trans(x), input_precision="ieee") - excess

@@ -112,8 +112,7 @@ def rms_norm(
         eps: added to the mean square.
         residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
             becomes ``residual + x``, and that sum is normalised.
-        out: x's shape and dtype, unit last stride, *written* and returned; may be ``x``. Allocated
-            if omitted.
+        out: x's shape and dtype, unit last stride, *written*, returned; may be ``x``; None = new.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.

@@ -86,8 +86,7 @@ def scatter_segments(
         staged: [staged words] int32, contiguous; does not overlap ``state``.
         segments: [max_segments, 3] int32, contiguous, may be a view of ``staged``. Each row is
             (dst, src, length): first word in ``state``, first word in ``staged`` or < 0 to fill,
-            and number of words (<= 0: nothing). Destinations must not overlap: the order is any.
-            Not checked.
+            and number of words (<= 0: nothing). Destinations must not overlap. Not checked.
         num_segments: [1] int32, at most max_segments: number of leading rows to apply.
 
     Raises:

@@ -41,9 +41,8 @@ def _product(a: Array, b: Array) -> Array:
     """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
 
     ``np.matmul`` sums over K in an order of its own for each shape and CPU (without AVX-512 a row
-    has other bits alone than among 16). ``einsum`` walks the axis of the smallest stride
-    innermost, N, so each element is summed from k = 0 upwards; a result of one column gets a
-    second one.
+    has other bits alone than among 16). ``einsum`` walks the axis of the smallest stride, N,
+    innermost, so each element is summed from k = 0 upwards; a result of one column gets a second.
     """
     num_cols = b.shape[-1]
     if num_cols == 1:
