@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from mrv1.device import INTERPRET
@@ -133,17 +135,10 @@ def check_drafts(
         return
     if ahead is None or draft_token_ids is None:
         raise ValueError("ahead, draft_token_ids: expected both or neither, got one")
-    num_rows, device = logits.shape[0], logits.device
-    integers = (torch.int32, torch.int64)
-    check_tensor("ahead", ahead, shape=(num_rows,), dtype=integers, device=device, contiguous=True)
-    check_tensor(
-        "draft_token_ids",
-        draft_token_ids,
-        shape=(None, None),
-        dtype=torch.int32,
-        device=device,
-        unit_last_stride=True,
-    )
+    num_rows = logits.shape[0]
+    check = partial(check_tensor, dtype=torch.int32, device=logits.device)
+    check("ahead", ahead, shape=(num_rows,), dtype=(torch.int32, torch.int64), contiguous=True)
+    check("draft_token_ids", draft_token_ids, shape=(None, None), unit_last_stride=True)
     num_reqs = draft_token_ids.shape[0]
     if num_rows and (num_reqs == 0 or num_rows % num_reqs):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -34,32 +35,15 @@ def check_features(
     """Raise unless ``features``, from ``first_column`` on, fit rows of ``embed``, or are None."""
     if features is None:
         return
-    device = embed.device
-    check_tensor(
-        "features.rows",
-        features.rows,
-        shape=(None, None),
-        dtype=embed.dtype,
-        device=device,
-        contiguous=True,
-    )
+    check = partial(check_tensor, dtype=torch.int32, device=embed.device, contiguous=True)
+    check("features.rows", features.rows, shape=(None, None), dtype=embed.dtype)
     if not 0 <= first_column <= features.rows.shape[1] - embed.shape[1]:
         raise ValueError(
             f"features.rows: expected {embed.shape[1]} columns from {first_column} on, "
             f"got {features.rows.shape[1]} columns"
         )
-    for name, values, size in (
-        ("source", features.source, None),
-        ("num_sources", features.num_sources, 1),
-    ):
-        check_tensor(
-            f"features.{name}",
-            values,
-            shape=(size,),
-            dtype=torch.int32,
-            device=device,
-            contiguous=True,
-        )
+    check("features.source", features.source, shape=(None,))
+    check("features.num_sources", features.num_sources, shape=(1,))
 
 
 def feature_arguments(

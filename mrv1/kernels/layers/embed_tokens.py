@@ -126,15 +126,8 @@ def embed_tokens(
     if mrope_section is None:
         check("positions", positions, shape=input_ids.shape, dtype=torch.int64)
     else:
-        shape = (3, *input_ids.shape)
-        check_tensor(
-            "positions",
-            positions,
-            shape=shape,
-            dtype=torch.int64,
-            device=device,
-            unit_last_stride=True,
-        )
+        check = partial(check_tensor, device=device, unit_last_stride=True)
+        check("positions", positions, shape=(3, *input_ids.shape), dtype=torch.int64)
         check_mrope_section("mrope_section", mrope_section, cos_sin.shape[1] // 2)
     time, height, width = mrope_section or (None, None, None)
     check_features(features, embed)

@@ -83,12 +83,8 @@ def linear(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     matrix = wide(weight).T
-    rows = x.split(1) if deterministic else (x,)
-    y = (
-        torch.cat([wide(part) @ matrix for part in rows])
-        if len(x)
-        else x.new_zeros(0, len(weight))
-    )
+    parts = x.split(1) if deterministic and len(x) else (x,)
+    y = torch.cat([wide(part) @ matrix for part in parts])
     if bias is not None:
         y = y + wide(bias)
     if activation is not None:

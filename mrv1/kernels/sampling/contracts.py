@@ -180,13 +180,8 @@ def check_edit_logits(
         ("edits.counts", edits.counts, vocab_size),
     ):
         check(name, tensor, shape=(max_num_reqs, width), unit_last_stride=True)
-    check(
-        "edits.bias_values",
-        edits.bias_values,
-        shape=edits.bias_ids.shape,
-        dtype=torch.float32,
-        unit_last_stride=True,
-    )
+    floats = partial(check, dtype=torch.float32, unit_last_stride=True)
+    floats("edits.bias_values", edits.bias_values, shape=edits.bias_ids.shape)
     check("edits.counted", edits.counted, shape=(max_num_reqs, MAX_PARTS), contiguous=True)
     check_drafts(logits, ahead, draft_token_ids)
 
@@ -236,11 +231,6 @@ def check_top_logprobs(
         ("row_num_top", row_num_top, torch.int32),
     ):
         if tensor is not None:
-            check(
-                name,
-                tensor,
-                shape=(None if idx_mapping is not None else num_rows,),
-                dtype=dtype,
-                contiguous=True,
-            )
+            size = None if idx_mapping is not None else num_rows
+            check(name, tensor, shape=(size,), dtype=dtype, contiguous=True)
     return num_rows, token_ids.shape[1], vocab_size

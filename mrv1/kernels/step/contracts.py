@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -138,10 +139,8 @@ class AppendedTokens:
 
 def check_slots(slots: RequestSlots, device: torch.device, *vectors: str) -> None:
     """Raise unless ``token_ids`` and the fields ``vectors``, one element per slot, are valid."""
-    check_tensor(
-        "slots.token_ids", slots.token_ids, shape=(None, None), dtype=torch.int32, device=device,
-        unit_last_stride=True,
-    )  # fmt: skip
+    check = partial(check_tensor, dtype=torch.int32, device=device)
+    check("slots.token_ids", slots.token_ids, shape=(None, None), unit_last_stride=True)
     check_vectors("slots", slots, vectors, slots.token_ids.shape[0], device)
 
 
@@ -157,11 +156,5 @@ def check_queries(
     if query_len is not None and query_len < 1:
         raise ValueError(f"query_len: expected None or at least 1, got {query_len}")
     if query_start_loc is not None:
-        check_tensor(
-            "query_start_loc",
-            query_start_loc,
-            shape=(num_rows + 1,),
-            dtype=torch.int32,
-            device=device,
-            contiguous=True,
-        )
+        check = partial(check_tensor, dtype=torch.int32, device=device)
+        check("query_start_loc", query_start_loc, shape=(num_rows + 1,), contiguous=True)

@@ -536,14 +536,9 @@ def _check_mrope(slots: RequestSlots, device: torch.device) -> None:
         return
     if spans is None or slots.num_mrope_spans is None:
         raise ValueError("slots.mrope_spans, num_mrope_spans: expected both or neither, got one")
-    check_tensor(
-        "slots.mrope_spans",
-        spans,
-        shape=(slots.token_ids.shape[0], None, MROPE_SPAN_WORDS),
-        dtype=torch.int32,
-        device=device,
-        unit_last_stride=True,
-    )
+    check = partial(check_tensor, dtype=torch.int32, device=device)
+    shape = (slots.token_ids.shape[0], None, MROPE_SPAN_WORDS)
+    check("slots.mrope_spans", spans, shape=shape, unit_last_stride=True)
     if spans.stride(1) != MROPE_SPAN_WORDS:
         raise ValueError(
             f"slots.mrope_spans: expected a span every {MROPE_SPAN_WORDS} words, got "

@@ -369,14 +369,8 @@ def _check_outputs(out: AppendedTokens, tokens: torch.Tensor) -> None:
     device = tokens.device
     ring: tuple[int | None, ...] = ()
     if out.ring_slot is not None:
-        check_tensor(
-            "out.ring_slot",
-            out.ring_slot,
-            shape=(1,),
-            dtype=torch.int32,
-            device=device,
-            contiguous=True,
-        )
+        check = partial(check_tensor, dtype=torch.int32, device=device)
+        check("out.ring_slot", out.ring_slot, shape=(1,), contiguous=True)
         ring = (out.output.shape[0] if out.output.dim() else None,)
     for name, tensor, shape, dtype in (
         ("out.output", out.output, tokens.shape, torch.int64),
