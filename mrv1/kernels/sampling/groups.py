@@ -142,14 +142,9 @@ def sum_groups(
     num_parts = cdiv(num_groups, tile_groups)
     maxima, sums = logits.new_empty((2, num_rows, num_groups), dtype=torch.float32)
     group_sums_kernel[(num_rows * num_parts,)](
-        maxima,
-        sums,
+        *(maxima, sums),
         *with_strides(logits, 1),
-        idx_mapping,
-        temperature,
-        vocab_size,
-        num_groups,
-        num_parts,
+        *(idx_mapping, temperature, vocab_size, num_groups, num_parts),
         GROUP=size,
         TILE_GROUPS=tile_groups,
         num_warps=num_warps,

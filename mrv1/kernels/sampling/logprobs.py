@@ -280,11 +280,7 @@ def top_logprobs(
     num_parts = triton.cdiv(triton.cdiv(vocab_size, group_size(vocab_size)), config.tile_groups)
     num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
     groups = sum_groups(
-        logits,
-        idx_mapping,
-        temperature,
-        config.tile_groups,
-        config.num_warps,
+        *(logits, idx_mapping, temperature, config.tile_groups, config.num_warps),
         SUM_GREEDY=True,
         num_better_ptr=num_better,
         token_ids_ptr=token_ids,
@@ -293,19 +289,11 @@ def top_logprobs(
     )
     _top_logprobs_kernel[(num_rows,)](
         *results,
-        groups.maxima,
-        groups.sums,
-        num_better,
+        *(groups.maxima, groups.sums, num_better),
         *with_strides(logits, 1),
         *with_strides(token_ids, 1),
-        idx_mapping,
-        temperature,
-        row_num_top,
-        num_tokens,
-        num_top,
-        vocab_size,
-        groups.num_groups,
-        num_parts,
+        *(idx_mapping, temperature, row_num_top),
+        *(num_tokens, num_top, vocab_size, groups.num_groups, num_parts),
         GROUP=groups.size,
         TILE_GROUPS=padded_groups(vocab_size),
         TILE_PARTS=triton.next_power_of_2(num_parts),

@@ -92,10 +92,7 @@ def fetch_upload(uploads: torch.Tensor, slot: torch.Tensor, staged: torch.Tensor
     row_words = uploads.shape[1]
     tile_words = triton.next_power_of_2(row_words) if INTERPRET else TILE_WORDS
     _fetch_upload_kernel[(1 if INTERPRET else NUM_PROGRAMS,)](
-        staged,
-        uploads,
-        slot,
-        row_words,
+        *(staged, uploads, slot, row_words),
         TILE_WORDS=tile_words,
         IS_AMD=torch.version.hip is not None,
         num_warps=4,

@@ -467,10 +467,9 @@ def gather_tokens(
     num_indices = max(num_rows, num_padded_tokens)
     if num_indices == 0:
         return
+    config = _GPU_CONFIG
     if INTERPRET:
         config = GatherTokensConfig.for_interpreter(num_indices, num_rows)
-    else:
-        config = _GPU_CONFIG
     num_tiles = triton.cdiv(num_padded_tokens, config.tile_tokens)
     num_tiles += triton.cdiv(num_rows, config.tile_tokens)
     if out.block_table is not None:
@@ -479,26 +478,18 @@ def gather_tokens(
         out.input_ids,
         *with_strides(out.positions, 1),
         *with_strides(out.slot_mapping, 1),
-        out.seq_lens,
-        out.logits_rows,
+        *(out.seq_lens, out.logits_rows),
         *with_strides(out.block_table, 1),
-        idx_mapping,
-        None if query_len is not None else query_start_loc,
-        query_len or 0,
+        *(idx_mapping, None if query_len is not None else query_start_loc, query_len or 0),
         *with_strides(slots.token_ids, 1),
-        slots.num_tokens,
-        slots.num_computed_tokens,
-        slots.stopped,
+        *(slots.num_tokens, slots.num_computed_tokens, slots.stopped),
         *with_strides(draft_token_ids, 1),
         num_draft_tokens,
         *with_strides(slots.mrope_spans, 1),
         slots.num_mrope_spans,
         *with_strides(tables.block_tables, 1),
-        tables.table_offset,
-        tables.sink,
-        tables.ring_blocks,
-        num_rows,
-        num_padded_tokens,
+        *(tables.table_offset, tables.sink, tables.ring_blocks),
+        *(num_rows, num_padded_tokens),
         num_bisections=num_rows.bit_length(),
         max_model_len=slots.token_ids.shape[1],
         BLOCK_SIZE=tables.block_size,

@@ -12,6 +12,7 @@ words, not the segments of decode attention.)
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -97,23 +98,16 @@ def scatter_segments(
     """
     check_tensor("state", state, shape=(None,), dtype=torch.int32, contiguous=True)
     check_launchable("state", state)
-    for name, tensor, shape in (
-        ("staged", staged, (None,)),
-        ("segments", segments, (None, 3)),
-        ("num_segments", num_segments, (1,)),
-    ):
-        check_tensor(
-            name, tensor, shape=shape, dtype=torch.int32, device=state.device, contiguous=True
-        )
+    check = partial(check_tensor, dtype=torch.int32, device=state.device, contiguous=True)
+    check("staged", staged, shape=(None,))
+    check("segments", segments, shape=(None, 3))
+    check("num_segments", num_segments, shape=(1,))
     max_segments = segments.shape[0]
     if max_segments == 0:
         return
     config = ScatterSegmentsConfig.for_interpreter() if INTERPRET else _GPU_CONFIG
     _scatter_segments_kernel[(min(max_segments, config.max_programs),)](
-        state,
-        staged,
-        segments,
-        num_segments,
+        *(state, staged, segments, num_segments),
         TILE_WORDS=config.tile_words,
         num_warps=config.num_warps,
         **overlap_options(state.device),
