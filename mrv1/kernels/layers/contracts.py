@@ -19,8 +19,7 @@ class FeatureRows:
     """Rows that replace embeddings, such as an image's; ``add_features`` adds further columns."""
 
     rows: torch.Tensor
-    """[any, at least hidden] of the embedding's dtype, contiguous: a row's first hidden columns
-    replace an embedding."""
+    """[any, at least hidden], embedding's dtype, contiguous: the first hidden replace its row."""
     source: torch.Tensor
     """[any] int32, contiguous: for each of the first tokens of the batch its row of ``rows``; -1 =
     the embedding of its id. Rows are not checked."""

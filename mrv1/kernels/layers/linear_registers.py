@@ -27,8 +27,7 @@ NUM_PROGRAMS = 128
 CHAIN_IN = 128
 """Consecutive inputs of a warp whose products are in order: one chain of products."""
 MOST_WEIGHTS = 48 * 1024
-"""Most weights of one program, 16 bits each: three eighths of a multiprocessor's registers. An
-equal share is meant for the tokens."""
+"""Most 16-bit weights of a program: 3/8 of a multiprocessor's registers, as for the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,7 @@ class History:
     prompt_len: torch.Tensor
     """[max_num_reqs], prompt tokens."""
     min_total_tokens: torch.Tensor
-    """[max_num_reqs], prompt and output tokens that a request must have before it may sample a
-    token of ``late_token_ids``; drafts count."""
+    """[max_num_reqs], prompt, output and draft tokens before ``late_token_ids`` may be sampled."""
     late_token_ids: torch.Tensor
     """[max_num_reqs, any], unit last stride, -1 = none; ids outside the vocabulary are skipped."""
 
@@ -66,27 +65,22 @@ class LogitEdits:
     """
 
     edits: torch.Tensor
-    """[max_num_reqs], contiguous: the bits ``ALLOWED``, ``MIN_TOKENS``, ``BIAS`` and ``PENALTIES``
-    of the edits that the slot uses."""
+    """[max_num_reqs], contiguous: the bits, ``ALLOWED`` to ``PENALTIES``, that the slot uses."""
     allowed_mask: torch.Tensor
-    """[max_num_reqs, ceil(vocab / 32)]: bit i of word w is 1 where token 32 w + i is allowed; the
-    logits of all other tokens become -inf."""
+    """[max_num_reqs, ceil(vocab / 32)]: bit i of word w is 1 where token 32 w + i is allowed."""
     bias_ids: torch.Tensor
     """[max_num_reqs, max_bias], distinct token ids; ids outside the vocabulary are skipped."""
     bias_values: torch.Tensor
     """[max_num_reqs, max_bias] float32, finite: added to the logits of ``bias_ids``."""
     num_bias: torch.Tensor
-    """[max_num_reqs], contiguous: number of leading ids of each slot to use; above max_bias, all
-    max_bias ids."""
+    """[max_num_reqs], contiguous: number of leading ids to use; above max_bias, all ids."""
     repetition_penalty: torch.Tensor
     """[max_num_reqs] float32 > 0, contiguous: for each token in the prompt or the output, divides
     a positive logit and multiplies any other logit; 1 = none."""
     frequency_penalty: torch.Tensor
-    """[max_num_reqs] float32, contiguous, finite: subtracted for each time the token is in the
-    output; 0 = none."""
+    """[max_num_reqs] float32, contiguous, finite: subtracted for each time in the output."""
     presence_penalty: torch.Tensor
-    """[max_num_reqs] float32, contiguous, finite: subtracted once if the token is in the output;
-    0 = none."""
+    """[max_num_reqs] float32, contiguous, finite: subtracted once if it is in the output."""
     counts: torch.Tensor
     """[max_num_reqs, vocab], *written*: state that only ``edit_logits`` reads and writes."""
     counted: torch.Tensor
@@ -103,14 +97,11 @@ class BadWords:
     """[max_num_reqs, max_words, max_len], each slot's words contiguous: token ids from column 0. A
     word whose last id is outside the vocabulary masks nothing."""
     bad_word_lens: torch.Tensor
-    """[max_num_reqs, max_words], unit last stride: tokens of each word, 1 to max_len; a word of
-    any other length masks nothing."""
+    """[max_num_reqs, max_words], unit last stride: tokens, 1 to max_len; others mask nothing."""
     num_bad_words: torch.Tensor
-    """[max_num_reqs], contiguous: number of words of each slot, from row 0; above max_words, all
-    max_words. The words after them are not read."""
+    """[max_num_reqs], contiguous: words of each slot, from row 0; above max_words, all."""
     bad_words_match_prompt: torch.Tensor | None = None
-    """[max_num_reqs], contiguous: not 0 = a prefix may begin in the slot's prompt. None = 0 for
-    every slot."""
+    """[max_num_reqs], contiguous: not 0 = a prefix may begin in the prompt; None = all are 0."""
 
 
 def _check_histories(

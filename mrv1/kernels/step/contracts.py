@@ -65,11 +65,9 @@ class RequestSlots:
     column 0. A request stops where its output, without its prompt, ends with a sequence. None = no
     request has stop sequences; the next two fields are given or None with this field."""
     stop_sequence_lens: torch.Tensor | None = None
-    """[max_num_reqs, max_sequences], unit last stride: tokens of each sequence, 1 to max_len; a
-    sequence of any other length ends nothing."""
+    """[max_num_reqs, max_sequences], unit last stride: tokens (1 to max_len, else skipped)."""
     num_stop_sequences: torch.Tensor | None = None
-    """[max_num_reqs], number of sequences of each slot, from row 0; above max_sequences, all
-    max_sequences."""
+    """[max_num_reqs], sequences of each slot, from row 0; above max_sequences, all."""
     mrope_spans: torch.Tensor | None = None
     """[max_num_reqs, max_spans, MROPE_SPAN_WORDS], each slot's spans contiguous: the image and
     video tokens of a request, in ascending order without overlap; see ``MROPE_SPAN_WORDS``. None =
@@ -126,8 +124,7 @@ class AppendedTokens:
     """Outputs of ``post_update``, on the device or pinned; the host reads after an event."""
 
     output: torch.Tensor
-    """[num_reqs, 1 + max_drafts] int64, unit last stride, *written* in every element: the tokens
-    appended, then -1."""
+    """[num_reqs, 1 + max_drafts] int64, unit last stride, *written*: tokens appended, then -1."""
     num_output: torch.Tensor
     """[num_reqs] int32, unit last stride, *written*: tokens appended; 0 for padding, stopped and
     unfinished rows; for a row that failed in this launch, the value < 0 in place of its token."""
