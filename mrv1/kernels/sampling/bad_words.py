@@ -155,10 +155,8 @@ def apply_bad_words(
             unchanged. Slots may repeat.
         history: of every slot.
         bad_words: of every slot.
-        ahead: [rows] int32 or int64, contiguous: drafts between the newest known token and the
-            row's logits, 0 to max_drafts; not checked. Goes with ``draft_token_ids``.
-        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has rows /
-            num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output.
+        ahead: [rows] int32 or int64, contiguous: drafts before a row, as in ``edit_logits``.
+        draft_token_ids: [num_reqs, max_drafts] int32, unit last stride, as in ``edit_logits``.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.

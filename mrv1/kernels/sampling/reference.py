@@ -193,12 +193,8 @@ def philox_words(
 ) -> torch.Tensor:
     """Return word 0 of philox for every (row, index): [rows, n] int64 in [0, 2^32).
 
-    Args:
-        seeds: [rows] int64, the philox key: low word, then high word.
-        positions: [rows] int64, output position, the counter's first word.
-        index: [n] or [rows, n] int64, second word: token ids (purpose 0) or groups (purpose 1).
-        purpose: third word.
-        child: [rows] integers, fourth word: index of a request's output; None = 0.
+    ``seeds`` [rows] int64 are the keys, low word first; the counters are ``positions`` [rows],
+    ``index`` [n] or [rows, n], both int64, ``purpose``, and ``child`` [rows] integers, None = 0.
     """
     seeds, positions = seeds[:, None], positions[:, None]
     index = index.expand(len(seeds), -1)

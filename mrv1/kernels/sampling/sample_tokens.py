@@ -136,8 +136,7 @@ def sample_tokens(
     """Return one token id per row: a draw from softmax(logits / temperature), or the argmax.
 
     Args:
-        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride; -inf excludes a
-            token.
+        logits: [rows, vocab] float32 | float16 | bfloat16, unit last stride; -inf = excluded.
         temperature: [rows] float32 >= 0, contiguous; 0 = greedy: the argmax, whatever the filters.
         seeds: [rows] int64, contiguous: the request's seed, all 64 bits.
         positions: [rows] int64 or int32, contiguous: the output position; the low 32 bits count.
