@@ -123,8 +123,6 @@ class GroupSums(NamedTuple):
     size: int
     """Ids in a group."""
     num_groups: int
-    num_parts: int
-    """Programs of a row."""
 
 
 def sum_groups(
@@ -151,4 +149,4 @@ def sum_groups(
         **ranked,
         **overlap_options(logits.device),
     )
-    return GroupSums(maxima, sums, size, num_groups, num_parts)
+    return GroupSums(maxima, sums, size, num_groups)
