@@ -1,5 +1,6 @@
 """Argument checks of the attention ops, without triton, shared by launchers and oracles.
 
+A check raises TypeError for a wrong type or dtype, else ValueError.
 ``decode.plan`` and ``prefill.choice`` check decode plans and the buffers of shared prefill tiles.
 """
 
@@ -37,11 +38,7 @@ def check_paged_attention(
 ) -> torch.Tensor:
     """Return the block table as one row per request; raise if the arguments do not fit together.
 
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, a number of query heads that is no multiple of
-            the KV heads, a softmax scale that is not positive and finite, so that it would not
-            keep the order of the scores, or a soft cap that is negative or not finite.
+    A softmax scale that is not positive and finite would not keep the order of the scores.
     """
     check_tensor("q", q, shape=(None, None, layout.head_dim), dtype=dtypes, unit_last_stride=True)
     check = partial(check_tensor, device=q.device)
@@ -78,12 +75,7 @@ def _lse_dtype(out: torch.Tensor) -> torch.dtype:
 
 
 def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Tensor) -> None:
-    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``.
-
-    Raises:
-        TypeError: not int32.
-        ValueError: another shape or device, or not contiguous.
-    """
+    """Raise unless ``attn_mask_offsets`` has a range of keys for every row of ``q``."""
     if attn_mask_offsets is not None:
         check_tensor(
             "attn_mask_offsets", attn_mask_offsets, shape=(q.shape[0], 2), dtype=torch.int32,
@@ -92,11 +84,7 @@ def check_attn_mask_offsets(attn_mask_offsets: torch.Tensor | None, q: torch.Ten
 
 
 def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
-    """Raise unless ``q`` has ``query_len`` (1 to 8) rows for every request.
-
-    Raises:
-        ValueError: another number of rows, or a query length that the kernel cannot pack.
-    """
+    """Raise unless ``q`` has ``query_len`` (1 to 8, as the kernel packs them) rows a request."""
     if not 1 <= query_len <= 8:
         raise ValueError(f"query_len: expected 1 to 8, got {query_len}")
     if q.shape[0] != num_reqs * query_len:
@@ -109,12 +97,7 @@ def check_query_len(q: torch.Tensor, query_len: int, num_reqs: int) -> None:
 def check_query_start_loc(
     query_start_loc: torch.Tensor, num_reqs: int, max_query_len: int, device: torch.device
 ) -> None:
-    """Raise unless ``query_start_loc`` has the form of ``num_reqs`` ragged chunks of queries.
-
-    Raises:
-        TypeError: not int32.
-        ValueError: another shape, device or stride, or a negative ``max_query_len``.
-    """
+    """Raise unless ``query_start_loc`` has the form of ``num_reqs`` ragged chunks of queries."""
     check_tensor(
         "query_start_loc", query_start_loc, shape=(num_reqs + 1,), dtype=torch.int32,
         device=device, contiguous=True,
@@ -124,11 +107,7 @@ def check_query_start_loc(
 
 
 def check_num_kv_splits(num_kv_splits: int | None) -> None:
-    """Raise unless ``num_kv_splits`` is None (the launcher chooses) or 1 to 256.
-
-    Raises:
-        ValueError: out of range.
-    """
+    """Raise unless ``num_kv_splits`` is None (the launcher chooses) or 1 to 256."""
     if num_kv_splits is not None and not 1 <= num_kv_splits <= MAX_KV_SPLITS:
         raise ValueError(
             f"num_kv_splits: expected None or 1 to {MAX_KV_SPLITS}, got {num_kv_splits}"
@@ -145,12 +124,7 @@ def check_merge_states(
     out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Raise unless the arguments of ``merge_states`` fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride.
-    """
+    """Raise unless the arguments of ``merge_states`` fit together."""
     check_tensor("out_a", out_a, shape=(None, None, None), dtype=dtypes, unit_last_stride=True)
     if not 1 <= out_a.shape[2] <= MAX_HEAD_DIM:
         raise ValueError(

@@ -27,8 +27,7 @@ from mrv1.kernels.attention.online_softmax import LN_2, LOG2_E
 class MergeStatesConfig:
     """Launch choices of one merge."""
 
-    tile_rows: int
-    """(row, head) vectors per program."""
+    tile_rows: int  # (row, head) vectors per program
     num_warps: int
 
     @classmethod
@@ -49,10 +48,8 @@ def _merge_states_kernel(
     lse_a_ptr, stride_lse_a_row, stride_lse_a_head,  # [num_rows, num_heads] fp32; -inf = no key
     out_b_ptr, stride_b_row, stride_b_head,
     lse_b_ptr, stride_lse_b_row, stride_lse_b_head,
-    num_vectors,  # num_rows * num_heads
-    num_heads,
-    HEAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    num_vectors, num_heads,  # num_rows * num_heads
+    HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= HEAD_DIM
 ):  # fmt: skip
     """Grid (cdiv(num_vectors, TILE_ROWS),): one program merges TILE_ROWS (row, head) vectors."""
@@ -115,8 +112,8 @@ def merge_states(
         lse_b: like ``lse_a``.
         out: shape and dtype of ``out_a``, *written*; may be ``out_a`` or ``out_b`` itself, and
             must not overlap them otherwise. None = a new tensor.
-        lse: like ``lse_a``, *written* if given: the log-sum-exp of the union; may be ``lse_a`` or
-            ``lse_b`` itself, and must not overlap them otherwise.
+        lse: like ``lse_a``, *written* if given: the log-sum-exp of the union; may alias ``lse_a``
+            or ``lse_b`` as ``out`` does its parts.
 
     Returns:
         ``out``. Where one part saw no key, ``out`` is exactly the other part; where neither part
@@ -134,7 +131,7 @@ def merge_states(
         One launch on the current stream, no synchronisation, CUDA-graph safe.
 
     Source:
-        arXiv:2501.01005, as in the module docstring.
+        arXiv:2501.01005, attention states.
     """
     check_merge_states(out_a, lse_a, out_b, lse_b, FLOAT_DTYPES, out=out, lse=lse)
     check_launchable("out_a", out_a)

@@ -8,12 +8,11 @@ streaming head's work, and the pages it reads, stay bounded however long the con
                   i - sink_end + start       otherwise
 
 The softmax runs in base 2 (``exp2`` is one instruction): scores have the factor
-``softmax_scale * log2(e)``. The online form follows Milakov and Gimelshein, arXiv:1805.02867, and
-FlashAttention, arXiv:2205.14135.
+``softmax_scale * log2(e)``. A logit sink is a score that every row of its query head has, without
+a key: only the first program of a row starts its softmax from it (``first_state``), so merged
+partial results count it once.
 
-A logit sink is a score that every row of its query head has, without a key. The first program of a
-row starts its softmax from it (``first_state``), other programs from nothing: so their partial
-results, merged as ever, count it once.
+Source: Milakov and Gimelshein (arXiv:1805.02867), FlashAttention (arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from mrv1.kernels.cache.scale_arguments import codec_constexprs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-
 SMALLEST_UNIT = tl.constexpr(1e-30)
 """First value of the running unit of the V scales: below every scale, with a finite inverse."""
 
@@ -161,8 +159,8 @@ def first_state(logit_sink, ROWS: tl.constexpr):
 def arrives_last(arrivals_ptr, programs):
     """Count this program in; the last of ``programs`` resets the count and gets True.
 
-    The atomic add releases this program's partial result, which all its threads have stored before
-    the barrier, and acquires the partial results of the programs that arrived earlier.
+    The atomic add releases this program's partial result, stored before the barrier, and acquires
+    those of the programs that arrived earlier.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
@@ -201,9 +199,9 @@ def base_2_lse(top, total):
 def fold_state(folded, folded_top, folded_total, part, lse, AXIS: tl.constexpr):
     """Return (folded, top, total) with a partial result added by its base-2 lse.
 
-    A deterministic result is the fold of its pieces from the first to the last, whichever programs
-    compute them. Each rounding is spelled out, as the compiler may fuse a sum of products in two
-    ways. The fold of one piece is the piece. AXIS is the axis that ``lse`` lacks.
+    A deterministic result is the fold of its pieces in order, whichever programs compute them.
+    Each rounding is spelled out, as the compiler may fuse a sum of products in two ways. The fold
+    of one piece is the piece. AXIS is the axis that ``lse`` lacks.
     """
     new_top = tl.maximum(folded_top, lse)
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
@@ -231,7 +229,7 @@ def next_piece(cut, size):
 
 @triton.jit
 def natural_lse(top, total):
-    """Return the natural log-sum-exp of a base-2 (top, total); -inf where nothing was visible."""
+    """Return the natural log-sum-exp, as ``base_2_lse``."""
     seen = total != 0.0  # true for NaN, which must stay NaN
     return tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * LN_2, float("-inf"))
 

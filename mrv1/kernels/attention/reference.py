@@ -31,8 +31,7 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.reference import gather_kv
 
-_QUERY_TILE = 256
-"""Queries that the attention oracle computes at once, which bounds the memory of the scores."""
+_QUERY_TILE = 256  # queries computed at once, which bounds the memory of the scores
 
 
 def _attend(
@@ -47,9 +46,8 @@ def _attend(
     """Return softmax(q k^T * scale) v over the visible keys, and its natural log-sum-exp.
 
     ``q`` [queries, q_heads, head_dim], ``k, v`` [kv_heads, keys, head_dim], ``visible``
-    [kv_heads, queries, keys], ``sinks`` [q_heads], -inf = none; returns [queries, q_heads,
-    head_dim] and [queries, q_heads]. A ``soft_cap`` of 0 is none. Masked keys and values may be
-    NaN.
+    [kv_heads, queries, keys], ``sinks`` [q_heads], -inf = none; ``soft_cap`` 0 = none. Masked keys
+    and values may be NaN.
     """
     num_queries, num_q_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
@@ -80,10 +78,7 @@ def _visible(
     layout: KVLayout,
     ranges: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which keys each query may see, ``[kv_heads, queries, keys]``.
-
-    ``ranges`` [queries, 2] replaces the causal rule.
-    """
+    """Return [kv_heads, queries, keys], visible or not; ``ranges`` [queries, 2]: not causal."""
     query = positions[None, :, None]
     key = torch.arange(present.shape[1], device=present.device)
     if ranges is None:
@@ -289,8 +284,6 @@ def paged_prefill_attention(
     visited: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from a ragged batch of chunks; see :func:`mrv1.kernels.paged_prefill_attention`.
-
-    Options of how keys are cut are checked and have no effect here.
 
     Raises (besides the kernel's errors):
         ValueError: ``query_start_loc`` is not an ascending list of rows of ``q``, or a request has

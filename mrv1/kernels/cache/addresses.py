@@ -12,7 +12,6 @@ from mrv1.kernels.cache.codes import to_values
 
 ALIGNED_ELEMENTS = tl.constexpr(8)
 """``KVLayout`` accepts only bases and strides that are multiples of this (16 bytes of fp16)."""
-
 ALIGNED_CODES = tl.constexpr(16)
 """The same for a cache with scales: 16 bytes of e4m3 codes (the launchers check)."""
 
@@ -52,8 +51,8 @@ def table_column(logical, row, BLOCK_SIZE: tl.constexpr):
 def page_offset(block, block_stride):
     """Return the offset of each block, in elements, without the head's base; for -1 any number.
 
-    One product of 32 by 32 bits (``KVLayout`` checks strides): the compiler sees that the upper
-    halves of unsigned factors are zero. It would not see that of signed factors.
+    One product of 32 by 32 bits (``KVLayout`` checks strides), as the compiler sees only of
+    unsigned factors that their upper halves are zero.
     """
     return (block.to(tl.uint32).to(tl.uint64) * block_stride.to(tl.uint32).to(tl.uint64)).to(
         tl.int64

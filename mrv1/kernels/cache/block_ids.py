@@ -1,7 +1,6 @@
-"""A check that no kernel makes: does every block id that a step needs name a block of the pool?
+"""A check for debugging: does every block id that a step needs name a block of the pool?
 
-Kernels trust a block table: with an id past the pool they would read or write other memory. The
-check is for debugging: it copies its findings to the host and therefore waits for the device.
+Kernels trust a block table: with an id past the pool they would read or write other memory.
 """
 
 from __future__ import annotations
@@ -19,14 +18,10 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 class BadBlockId:
     """A block-table entry that a query of its row needs, but that names no block of the pool."""
 
-    row: int
-    """Batch row."""
-    head: int
-    """KV head."""
-    column: int
-    """Column of the row; one past the last column if the row is too short."""
-    block_id: int
-    """The entry; -1 = no page, also for a column past the last."""
+    row: int  # of the batch
+    head: int  # KV head
+    column: int  # of the row; one past the last column if the row is too short
+    block_id: int  # the entry; -1 = no page, also for a column past the last
 
 
 def find_bad_block_ids(
@@ -38,12 +33,11 @@ def find_bad_block_ids(
 ) -> list[BadBlockId]:
     """Return the table's entries that a step needs and that are outside the pool, row by row.
 
-    A row needs the pages of all positions that one of its queries sees, its own tokens included;
-    ``kv_layout`` has the rule of window and sink. Entries that no query needs may be anything.
+    A row needs the pages of all positions that one of its queries sees (``kv_layout``), its own
+    tokens included. Other entries may be anything.
 
     Args:
-        block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
-            ``[num_reqs * kv_heads, max_blocks]``.
+        block_table: as in ``paged_decode_attention``.
         seq_lens: ``[num_reqs]`` int32, tokens including the queries; 0 = padding row.
         query_lens: ``[num_reqs]`` int32, queries of each row.
         layout: the window, the sink and the block-table columns of each head.

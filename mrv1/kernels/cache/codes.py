@@ -27,13 +27,9 @@ def to_codes(x, CODEC: tl.constexpr):
     elif CODEC == E4M3_HARDWARE and x.numel > 1:
         # Before 3.9, Triton's own cast for sm_89 goes through fp16, and so rounds twice.
         code = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;",
-            "=h,r,r",
-            [x],
-            dtype=tl.uint8,
-            is_pure=True,
-            pack=2,
-        )
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,r,r",
+            [x], dtype=tl.uint8, is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -82,10 +78,10 @@ def finite_absmax(x):
 def divide_exactly(x, divisor, inverse, CORRECTIONS: tl.constexpr):
     """Return float32 ``x / divisor``, rounded to nearest; ``inverse`` is 1 / divisor, so rounded.
 
-    A product and two corrections are faster than a division, which takes a subroutine. The second
-    correction starts within a unit in the last place, so it ends with the nearest quotient
-    (Markstein, IBM J. Res. Dev. 34(1), 1990), unless the quotient over- or underflows. One
-    correction is enough where ``quantize`` says so. 0 keeps its sign, infinity stays infinity.
+    Faster than a division, which takes a subroutine. The second correction starts within a unit in
+    the last place, so it ends with the nearest quotient (Markstein, IBM J. Res. Dev. 34(1), 1990),
+    unless that over- or underflows. One correction is enough where ``quantize`` says so. 0 keeps
+    its sign, infinity stays infinity.
     """
     first = x * inverse
     negated = x * -1.0  # folded into the multiply-add; "-x" is 0 - x, an instruction of its own
@@ -168,12 +164,8 @@ def decode_pairs(codes, CODEC: tl.constexpr):
             cvt.rn.f16x2.e4m3x2 $0, low;
             cvt.rn.f16x2.e4m3x2 $1, high;
             }""",
-            "=r,=r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            "=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     return low, high
 
 
@@ -188,12 +180,7 @@ def _decode_high_byte(codes):
 
 @triton.jit
 def product_query_pairs(even, odd):
-    """Return queries ``[dim / 2, rows]`` for products with fp8 keys, and the divisor of each row.
-
-    fp16 and fp32 stay as they are. bf16 becomes fp16, to which keys convert cheaply, after a
-    division by a power of two near the row's largest element: nothing overflows, and an element
-    that underflows is at most 2^-25 of the largest.
-    """
+    """Return even and odd dimensions ``[dim / 2, rows]``, and divisors, as ``product_query``."""
     unit = tl.full([even.shape[1]], 1.0, tl.float32)
     if even.dtype == tl.bfloat16:
         even, odd = even.to(tl.float32), odd.to(tl.float32)

@@ -1,6 +1,7 @@
 """The argument checks of the paged cache's ops and the rule of table columns, without triton.
 
-Launchers and oracles share this module, as they share ``kv_layout`` and ``kv_scales``.
+Launchers and oracles share them. A check raises TypeError for a wrong type or dtype, else
+ValueError.
 """
 
 from __future__ import annotations
@@ -23,19 +24,13 @@ from mrv1.kernels.cache.kv_scales import KVScales
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
-CODE_DTYPES = tuple(each.dtype for each in FORMATS.values())
-"""Dtypes of caches that need scales."""
-
+CODE_DTYPES = tuple(each.dtype for each in FORMATS.values())  # dtypes of caches that need scales
 PAGE_DTYPES = (*FLOAT_DTYPES, *CODE_DTYPES, torch.uint8)
 """Dtypes of a cache whose pages are moved without reading their values."""
 
 
 def check_head_dim(layout: KVLayout) -> None:
-    """Raise unless the kernels have tiles for the layout's head dimension.
-
-    Raises:
-        ValueError: not a multiple of 16 from 16 to 256.
-    """
+    """Raise unless the kernels have tiles for the layout's head dimension."""
     dim = layout.head_dim
     if dim % MIN_HEAD_DIM or not MIN_HEAD_DIM <= dim <= MAX_HEAD_DIM:
         raise ValueError(f"layout.head_dim: expected a multiple of 16 from 16 to 256, got {dim}")
@@ -51,10 +46,6 @@ def check_caches(
     """Raise unless the K and V caches fit the layout, the scales and the tensor ``like``.
 
     ``like`` gives the device and, without ``scales``, the dtype.
-
-    Raises:
-        TypeError: a wrong dtype, or a cache of codes without scales.
-        ValueError: a wrong shape, size, device or stride.
     """
     if scales is None and getattr(k_cache, "dtype", None) in CODE_DTYPES:
         raise TypeError(f"scales: expected KVScales for a {k_cache.dtype} k_cache, got None")
@@ -122,12 +113,7 @@ def check_cache_write(
     dtypes: tuple[torch.dtype, ...],
     scales: KVScales | None,
 ) -> None:
-    """Raise unless the arguments of ``kv_cache_write`` fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride.
-    """
+    """Raise unless the arguments of ``kv_cache_write`` fit together."""
     shape = (None, layout.num_kv_heads, layout.head_dim)
     check_tensor("key", key, shape=shape, dtype=dtypes, unit_last_stride=True)
     check = partial(check_tensor, device=key.device)
@@ -151,8 +137,8 @@ class Rope:
     interleaved: bool = False
     """Pairs are neighbours (2i, 2i + 1), not halves (i, i + rotary_dim / 2)."""
     mrope_section: tuple[int, int, int] | None = None
-    """Numbers of pairs that turn by the position in time, in height and in width, in that order;
-    their sum is rotary_dim / 2. None = one position per token."""
+    """Pairs that turn by the position in time, height and width: rotary_dim / 2 in all. None = one
+    position per token."""
     mrope_interleaved: bool = False
     """The axes take the pairs in turn, as Qwen3-VL's, not in three consecutive sections."""
 
@@ -178,12 +164,7 @@ def check_qkv(
     k_out: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
-    """Return qkv as [tokens, heads, head_dim], or raise if the arguments do not fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, or arguments that contradict each other.
-    """
+    """Return qkv as [tokens, heads, head_dim], or raise if the arguments do not fit together."""
     if num_q_heads < 1:
         raise ValueError(f"num_q_heads: expected >= 1, got {num_q_heads}")
     heads, dim = num_q_heads + 2 * layout.num_kv_heads, layout.head_dim
@@ -237,13 +218,7 @@ def check_copy_pages(
     dtypes: tuple[torch.dtype, ...],
     scales: KVScales | None,
 ) -> None:
-    """Raise unless the arguments of ``copy_pages`` fit together.
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, a group that the layout lacks, or no group for
-            a layout with several.
-    """
+    """Raise unless the arguments of ``copy_pages`` fit together."""
     check_tensor("k_cache", k_cache, dtype=dtypes if scales is None else None)
     check_caches(k_cache, v_cache, layout, k_cache, scales)
     integers = (torch.int32, torch.int64)

@@ -4,8 +4,7 @@
         = cache[head_base[h] + src * block_stride[h] + t * token_stride + d]
 
 for every token ``t`` and dimension ``d`` of each listed block, in K and in V, for all KV heads or
-the heads of one head group. A block's scales are copied too, if it has any. ``kv_layout`` and
-``kv_scales`` have the address formulas.
+the heads of one head group; and likewise a block's scales, if it has any (``kv_scales``).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class CopyPagesConfig:
     """Launch choices of one copy."""
 
-    tile_rows: int
-    """(block, head, token) vectors per program."""
+    tile_rows: int  # (block, head, token) vectors per program
     num_warps: int
 
     @classmethod
@@ -47,27 +45,19 @@ class CopyPagesConfig:
 
 @triton.jit(do_not_specialize=["group", "num_vectors"])
 def _copy_pages_kernel(
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # one layer's scales as int32, flat, or None
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    src_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
-    dst_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # one layer's scales as int32, flat, or None
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    src_block_ids_ptr, dst_block_ids_ptr,  # [num_copies] int32 | int64, negative = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     group,  # head group to copy, -1 = all heads
     num_vectors,  # num_copies * NUM_KV_HEADS * BLOCK_SIZE
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,  # per head
-    ALIGNMENT: tl.constexpr,  # elements; divides every address
-    TILE_ROWS: tl.constexpr,
-):
+    ALIGNMENT: tl.constexpr, TILE_ROWS: tl.constexpr,  # elements; divides every address
+):  # fmt: skip
     """Grid (cdiv(num_vectors, TILE_ROWS),): TILE_ROWS (block, head, token) vectors a program."""
     vector = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     in_range = vector < num_vectors
@@ -165,18 +155,12 @@ def copy_pages(
     bits = _INTEGER_OF_SIZE[itemsize]
     config = CopyPagesConfig.default_for(layout.head_dim, itemsize)
     _copy_pages_kernel[(triton.cdiv(num_vectors, config.tile_rows),)](
-        k_cache.view(bits),
-        v_cache.view(bits),
-        *_scale_arguments(scales),
+        k_cache.view(bits), v_cache.view(bits), *_scale_arguments(scales),
         *(src_block_ids, dst_block_ids, layout.group_of_head),
         *(layout.head_base, layout.block_stride, layout.token_stride),
-        -1 if group is None else group,
-        num_vectors,
-        SCALES_PER_BLOCK=0
-        if scales is None
+        -1 if group is None else group, num_vectors,
+        SCALES_PER_BLOCK=0 if scales is None
         else scales.page_format.scales_per_block(layout.block_size),
         ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
-        TILE_ROWS=config.tile_rows,
-        **layout_constexprs(layout),
-        num_warps=config.num_warps,
-    )
+        TILE_ROWS=config.tile_rows, **layout_constexprs(layout), num_warps=config.num_warps,
+    )  # fmt: skip

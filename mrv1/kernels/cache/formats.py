@@ -1,8 +1,7 @@
 """What a page of the KV cache stores: values as they are, or codes and their scales.
 
-A *page format* is one object, and every other module asks it. The value of a code is ``code *
-scale``. Scales are float32, in side tensors (see ``kv_scales``). The formats with codes are in
-``FORMATS``; the device functions that encode and decode are in ``codes``.
+The value of a code is ``code * scale``. Scales are float32, in side tensors (``kv_scales``); the
+device functions that encode and decode are in ``codes``.
 
 Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3); the shape of ``quarter``
 scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949), their meaning is ours.
@@ -25,9 +24,7 @@ ScaleGranularity = Literal["token", "quarter", "head"]
 a quarter of a block in one head, whose scale grows with the largest value in it; a head, whose
 scale is static and given by the caller."""
 
-QUARTERS = 4
-"""Scales per block and head with granularity ``quarter``."""
-
+QUARTERS = 4  # scales per block and head with granularity ``quarter``
 SMALLEST_SCALE = 1e-12
 """Lower bound of a computed scale, so that a vector of zeros is not divided by zero."""
 
@@ -97,11 +94,7 @@ class PageFormat:
         return None if self.choose_path is None else self.choose_path(device)
 
     def codec(self, device: torch.device) -> str | None:
-        """Return the tag by which device functions convert codes (``codes``); None = none.
-
-        Raises:
-            UnsupportedDeviceError: as ``conversion``.
-        """
+        """Return the tag by which device functions convert codes; see ``conversion``."""
         chosen = self.conversion(device)
         return None if chosen is None else self.tag(chosen.path)
 
@@ -136,14 +129,9 @@ def _from_e4m3(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 FP8 = PageFormat(
-    name="fp8_e4m3",
-    dtype=torch.float8_e4m3fn,
-    granularity="token",
-    largest=448.0,
-    to_codes=_to_e4m3,
-    to_values=_from_e4m3,
-    choose_path=fp8_path,
-)
+    name="fp8_e4m3", dtype=torch.float8_e4m3fn, granularity="token", largest=448.0,
+    to_codes=_to_e4m3, to_values=_from_e4m3, choose_path=fp8_path,
+)  # fmt: skip
 
 FORMATS = {each.name: each for each in (FP8,)}
 """The formats with codes, by the ``kv_cache_dtype`` that chooses them."""

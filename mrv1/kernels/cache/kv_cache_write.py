@@ -3,9 +3,8 @@
     k_cache[head_base[h] + b * block_stride[h] + t * token_stride + d] = key[i, h, d]
 
 with ``b, t = divmod(slot_mapping[group_of_head[h], i], block_size)``, and likewise for values.
-A negative slot (padding, or a position whose page is gone) is skipped. ``kv_layout`` has the
-address formula and its layouts. A cache with a scale per quarter of a block has a kernel of its
-own, in ``quarter_write``.
+A negative slot (padding, or a position whose page is gone) is skipped. A cache with a scale per
+quarter of a block has kernels of its own, in ``quarter_write``.
 """
 
 from __future__ import annotations
@@ -36,19 +35,17 @@ from mrv1.kernels.cache.scale_arguments import (
 class KVCacheWriteConfig:
     """Launch choices of one KV cache write."""
 
-    tile_rows: int
-    """(token, head) rows per program."""
+    tile_rows: int  # (token, head) rows per program
     num_warps: int
 
     @classmethod
     def default_for(
         cls, head_dim: int, dtype: torch.dtype, *, fp8: bool = False
     ) -> KVCacheWriteConfig:
-        """Return the configuration for a head dimension, an input dtype and the kind of cache.
+        """Return the configuration: a thread moves 16 bytes of K and 16 of V, for fp8 32 of each.
 
-        Without fp8 a thread moves 16 bytes of K and 16 of V, which on an H200 beats 32 of each at
-        every size. For fp8 it takes 32 of each, so that it stores 16 codes at once: more elements
-        share the work of finding a row's address and scale.
+        On an H200 16 beats 32 at every size; for fp8 32 become a store of 16 codes, and more
+        elements share the work of finding a row's address and scale.
         """
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(tile_rows=1024, num_warps=1)
@@ -58,9 +55,9 @@ class KVCacheWriteConfig:
 
 @triton.jit
 def _quantized(x, scale_ptr, kept, CODEC: tl.constexpr, TOKEN_SCALES: tl.constexpr):
-    """Return the codes of the rows of ``x``; TOKEN_SCALES: by new scales, else by stored scales.
+    """Return the codes of the rows of ``x``, by stored scales or, if TOKEN_SCALES, by new ones.
 
-    ``scale_ptr`` (pointers to float32, *written* if TOKEN_SCALES) and ``kept`` are [TILE_ROWS, 1].
+    ``scale_ptr`` (float32, *written* if TOKEN_SCALES) and ``kept`` are [TILE_ROWS, 1].
     """
     if TOKEN_SCALES:
         scale = scale_of(finite_absmax(x.to(tl.float32)), CODEC)
@@ -72,34 +69,22 @@ def _quantized(x, scale_ptr, kept, CODEC: tl.constexpr, TOKEN_SCALES: tl.constex
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_rows"])  # one variant for any tokens
 def _kv_cache_write_kernel(
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat, or None
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_key_token,
-    stride_key_head,
-    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_value_token,
-    stride_value_head,
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # float32, flat, or None
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    key_ptr, stride_key_token, stride_key_head,  # [tokens, heads, HEAD_DIM], unit last stride
+    value_ptr, stride_value_token, stride_value_head,  # likewise
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_rows,  # num_tokens * NUM_KV_HEADS
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,  # whether there is more than one head group
-    BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
     CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, or 0 = one scale for all blocks
-):
+):  # fmt: skip
     """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
     TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK > 0
@@ -201,16 +186,9 @@ def kv_cache_write(
         return
     config = KVCacheWriteConfig.default_for(layout.head_dim, key.dtype, fp8=scales is not None)
     launch_kernel(
-        _kv_cache_write_kernel,
-        (triton.cdiv(num_rows, config.tile_rows),),
-        *cache_arguments(k_cache, v_cache, scales),
-        *with_strides(key),
-        *with_strides(value),
-        *slot_arguments(slot_mapping, layout),
-        num_rows,
-        GROUPS=layout.num_groups > 1,
-        TILE_ROWS=config.tile_rows,
-        **layout_constexprs(layout),
-        **codec_constexprs(scales, layout, key.device),
-        num_warps=config.num_warps,
-    )
+        _kv_cache_write_kernel, (triton.cdiv(num_rows, config.tile_rows),),
+        *cache_arguments(k_cache, v_cache, scales), *with_strides(key), *with_strides(value),
+        *slot_arguments(slot_mapping, layout), num_rows,
+        GROUPS=layout.num_groups > 1, TILE_ROWS=config.tile_rows, **layout_constexprs(layout),
+        **codec_constexprs(scales, layout, key.device), num_warps=config.num_warps,
+    )  # fmt: skip

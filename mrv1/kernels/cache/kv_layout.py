@@ -24,9 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_SIZES = (16, 32, 64, 128)
-"""Block sizes that the kernels accept, in tokens."""
-
+BLOCK_SIZES = (16, 32, 64, 128)  # block sizes that the kernels accept, in tokens
 ALIGNMENT_BYTES = 16
 """Bases and strides are multiples of this, so that a page row is read in 16-byte pieces."""
 
@@ -99,9 +97,8 @@ class KVLayout:
     block_size, head_dim)`` for HND, ``(block_size, kv_heads, head_dim)`` for NHD, none for others
     (host fact)."""
     visits_masked: bool = False
-    """Whether attention also reads the pages that windows hide, and masks their keys, instead of
-    skipping these pages (host fact). It is slower, for comparisons; no head has a ring then, and
-    the hidden values must be finite."""
+    """Whether attention reads the pages that windows hide and masks their keys instead of skipping
+    them (host fact): slower, for comparisons. No ring then; the hidden values must be finite."""
 
     @classmethod
     def build(
@@ -187,10 +184,8 @@ class KVLayout:
             return torch.tensor(list(values), dtype=dtype, device=device)
 
         return cls(
-            num_kv_heads=num_kv_heads,
-            block_size=block_size,
-            head_dim=head_dim,
-            token_stride=token_stride,
+            num_kv_heads=num_kv_heads, block_size=block_size,
+            head_dim=head_dim, token_stride=token_stride,
             head_base=column(head_base, torch.int64),
             block_stride=column(block_stride, torch.int64),
             table_offset=column([r.table_offset for r in roles], torch.int32),
@@ -216,7 +211,7 @@ class KVLayout:
                 r.table_offset + bool(r.ring_blocks) * (-(-r.sink // block_size) + r.ring_blocks)
                 for r in roles
             ),
-        )
+        )  # fmt: skip
 
     @classmethod
     def hnd(
@@ -247,14 +242,10 @@ class KVLayout:
             raise ValueError(f"roles: expected {num_kv_heads} heads, got {len(roles)}")
         page = block_size * head_dim
         return cls.build(
-            block_size=block_size,
-            head_dim=head_dim,
-            token_stride=head_dim,
+            block_size=block_size, head_dim=head_dim, token_stride=head_dim,
             head_base=[h * page for h in range(num_kv_heads)],
-            block_stride=[num_kv_heads * page] * num_kv_heads,
-            roles=roles,
-            device=device,
-        )
+            block_stride=[num_kv_heads * page] * num_kv_heads, roles=roles, device=device,
+        )  # fmt: skip
 
     @classmethod
     def nhd(
@@ -269,14 +260,11 @@ class KVLayout:
     ) -> KVLayout:
         """Return the layout ``[blocks, block_size, heads, head_dim]``."""
         return cls.build(
-            block_size=block_size,
-            head_dim=head_dim,
-            token_stride=num_kv_heads * head_dim,
+            block_size=block_size, head_dim=head_dim, token_stride=num_kv_heads * head_dim,
             head_base=[h * head_dim for h in range(num_kv_heads)],
             block_stride=[block_size * num_kv_heads * head_dim] * num_kv_heads,
-            roles=[HeadRole(window=window, sink=sink)] * num_kv_heads,
-            device=device,
-        )
+            roles=[HeadRole(window=window, sink=sink)] * num_kv_heads, device=device,
+        )  # fmt: skip
 
     @classmethod
     def head_groups(
@@ -296,15 +284,9 @@ class KVLayout:
         """
         bases, strides = group_addresses(roles, group_base, block_size * head_dim)
         return cls.build(
-            block_size=block_size,
-            head_dim=head_dim,
-            token_stride=head_dim,
-            head_base=bases,
-            block_stride=strides,
-            roles=roles,
-            num_groups=len(group_base),
-            device=device,
-        )
+            block_size=block_size, head_dim=head_dim, token_stride=head_dim, head_base=bases,
+            block_stride=strides, roles=roles, num_groups=len(group_base), device=device,
+        )  # fmt: skip
 
     @classmethod
     def per_head_ids(
@@ -380,10 +362,7 @@ def group_addresses(
 ) -> tuple[list[int], list[int]]:
     """Return each head's base and block stride, if group ``g`` starts at ``group_base[g]``.
 
-    A block of a group has ``page`` elements for each of its heads, one head after the other.
-
-    Raises:
-        ValueError: a head's group has no base.
+    A block of a group has ``page`` elements a head. A group without a base is a ValueError.
     """
     size = Counter(role.group for role in roles)
     seen: Counter[int] = Counter()

@@ -1,8 +1,7 @@
 """The scales of a KV cache whose pages hold codes: where they are.
 
 Scales are float32 in side tensors, one for K and one for V, with the same addresses. Element
-address of the scale of token ``t`` of block ``b`` for KV head ``h``, by granularity (see
-``formats``)::
+address of the scale of token ``t`` of block ``b`` for head ``h``, by granularity (``formats``)::
 
     token    base[h] + b * block_stride[h] + t
     quarter  base[h] + b * block_stride[h] + t * 4 // block_size
@@ -81,15 +80,13 @@ class KVScales:
                         f"({multiple} elements), got {value} elements"
                     )
         return cls(
-            page_format=codes.per(granularity),
-            k_scale=k_scale,
-            v_scale=v_scale,
+            page_format=codes.per(granularity), k_scale=k_scale, v_scale=v_scale,
             base=torch.tensor(list(base), dtype=torch.int64, device=k_scale.device),
             block_stride=torch.tensor(
                 list(block_stride), dtype=torch.int64, device=k_scale.device
             ),
             last_base=max(base, default=0),
-        )
+        )  # fmt: skip
 
     @classmethod
     def per_token(

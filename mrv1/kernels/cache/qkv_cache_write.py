@@ -10,8 +10,7 @@ Per token, with ``[q, k, v] = qkv``::
 Norm and rotation are those of ``rms_norm`` and ``apply_rope``, and round to the dtype as they do.
 
 Multimodal rope (M-RoPE) gives a token three positions: in time, height and width. A pair turns by
-one of them: the pairs form three consecutive sections, as in Qwen2-VL and Qwen2.5-VL, or the axes
-take the pairs in turn, as in Qwen3-VL.
+one of them: in three consecutive sections (Qwen2-VL, Qwen2.5-VL), or in turn (Qwen3-VL).
 
 Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE.
 """
@@ -30,13 +29,7 @@ from mrv1.kernels._base.mrope import load_mrope_positions
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
 from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of
-from mrv1.kernels.cache.contracts import (
-    QKNorm,
-    Rope,
-    check_cache_write,
-    check_head_dim,
-    check_qkv,
-)
+from mrv1.kernels.cache.contracts import QKNorm, Rope, check_cache_write, check_head_dim, check_qkv
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.kernels.cache.quarter_write import write_quarters
@@ -56,10 +49,8 @@ OVERLAPPED_PROGRAMS = 4096
 class QKVCacheWriteConfig:
     """How the work is cut into programs: each program has heads of one kind, q, k or v."""
 
-    tile_tokens: int
-    """Tokens of one program."""
-    tile_heads: int
-    """Heads of one program."""
+    tile_tokens: int  # tokens of one program
+    tile_heads: int  # heads of one program
     num_warps: int
 
     @classmethod
@@ -67,9 +58,8 @@ class QKVCacheWriteConfig:
     def default_for(cls, head_dim: int, dtype: torch.dtype) -> QKVCacheWriteConfig:
         """Return the configuration for a GPU: one token and few heads, for parallel small decodes.
 
-        A thread holds 16 bytes of each half of a head, one load each. On an H200, 8 bytes are no
-        faster at any size and 6% slower from 2,048 tokens on; 32 bytes are 7 to 15% slower up to
-        256 tokens.
+        A thread loads 16 bytes of each half of a head. On an H200, 8 bytes are 6% slower from
+        2,048 tokens on, 32 bytes 7 to 15% slower up to 256 tokens.
         """
         row_bytes = triton.next_power_of_2(head_dim) * dtype.itemsize
         return cls(tile_tokens=1, tile_heads=max(1, 2048 // row_bytes), num_warps=2)
@@ -118,13 +108,9 @@ def _load_head(
 
 @triton.jit
 def _store_head(
-    row_ptr,
-    parts,
-    in_row,
-    NUM_PAIRS: tl.constexpr,
-    NUM_REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    row_ptr, parts, in_row,
+    NUM_PAIRS: tl.constexpr, NUM_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Store ``parts``, the (a, b, rest) that _load_head loads."""
     a, b, rest = parts
     TILE_PAIRS: tl.constexpr = triton.next_power_of_2(NUM_PAIRS)
@@ -158,52 +144,33 @@ def _scaled(x, scale, weight):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qkv_cache_write_kernel(
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat, or None
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
-    q_out_ptr,  # [num_tokens, NUM_Q_HEADS, HEAD_DIM], unit last stride; may be q in qkv
-    stride_q_out_token,
-    stride_q_out_head,
-    k_out_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride; or None
-    stride_k_out_token,
-    stride_k_out_head,
-    qkv_ptr,  # [num_tokens, NUM_Q_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_qkv_token,
-    stride_qkv_head,
-    q_norm_ptr,  # [HEAD_DIM], or None
-    k_norm_ptr,
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # float32, flat, or None
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
+    # [tokens, heads, HEAD_DIM], unit last strides: q, maybe the one in qkv; k, or None; q, k and v
+    q_out_ptr, stride_q_out_token, stride_q_out_head,
+    k_out_ptr, stride_k_out_token, stride_k_out_head,
+    qkv_ptr, stride_qkv_token, stride_qkv_head,
+    q_norm_ptr, k_norm_ptr,  # [HEAD_DIM], or None
     eps,
     cos_sin_ptr,  # [rows, 2 * NUM_PAIRS] float32: cosines, then sines; or None
     positions_ptr,  # [num_tokens] or [3, num_tokens] int64, rows of cos_sin; None = one per token
     stride_positions_axis,
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
-    NUM_Q_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,  # HEAD_DIM / 2 without rope
-    INTERLEAVED: tl.constexpr,
-    TIME_PAIRS: tl.constexpr,  # M-RoPE's section sizes; None = one position
-    HEIGHT_PAIRS: tl.constexpr,
-    WIDTH_PAIRS: tl.constexpr,
-    MROPE_INTERLEAVED: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,  # HEAD_DIM / 2 without rope
+    TIME_PAIRS: tl.constexpr, HEIGHT_PAIRS: tl.constexpr,  # of M-RoPE; None = one position
+    WIDTH_PAIRS: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,  # whether there is more than one head group
-    BLOCK_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr,
     CODEC: tl.constexpr,  # None = no codes, see codes.py
     SCALES_PER_BLOCK: tl.constexpr,  # per head: BLOCK_SIZE, 0 = one scale; else k, v not stored
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS), NUM_Q_TILES + 2 * NUM_KV_TILES): a tile of q, k or v.
 
     All loads come first, so that a load waits for nothing but its address; a program masks the
@@ -231,15 +198,9 @@ def _qkv_cache_write_kernel(
             position = tl.load(position_ptr, mask=is_turned, other=0)
         else:
             position = load_mrope_positions(
-                position_ptr,
-                stride_positions_axis,
-                pair,
-                is_turned,
-                TIME_PAIRS,
-                HEIGHT_PAIRS,
-                WIDTH_PAIRS,
-                MROPE_INTERLEAVED,
-            )
+                position_ptr, stride_positions_axis, pair, is_turned,
+                TIME_PAIRS, HEIGHT_PAIRS, WIDTH_PAIRS, MROPE_INTERLEAVED,
+            )  # fmt: skip
     first_tile = tl.where(is_v, NUM_Q_TILES + NUM_KV_TILES, tl.where(is_q, 0, NUM_Q_TILES))
     first_head = tl.where(is_v, NUM_Q_HEADS + NUM_KV_HEADS, tl.where(is_q, 0, NUM_Q_HEADS))
     head = (tile - first_tile) * TILE_HEADS + tl.arange(0, TILE_HEADS)[None, :, None]
@@ -401,23 +362,17 @@ def qkv_cache_write(
     num_tiles = q_tiles + (2 if quarters is None else 1) * kv_tiles  # no programs for v
     _qkv_cache_write_kernel[(token_tiles, num_tiles)](
         *cache_arguments(k_cache, v_cache, scales),
-        *with_strides(q_out),
-        *with_strides(k_out),
-        *with_strides(heads),
+        *with_strides(q_out), *with_strides(k_out), *with_strides(heads),
         *((None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)),
         *((None, None, 0) if rope is None else (rope.cos_sin, *with_strides(rope.positions, 1))),
-        *slot_arguments(slot_mapping, layout),
-        num_tokens,
-        NUM_Q_HEADS=num_q_heads,
-        GROUPS=layout.num_groups > 1,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_HEADS=config.tile_heads,
-        **_rope_constexprs(rope, head_dim),
-        **layout_constexprs(layout),
+        *slot_arguments(slot_mapping, layout), num_tokens,
+        NUM_Q_HEADS=num_q_heads, GROUPS=layout.num_groups > 1,
+        TILE_TOKENS=config.tile_tokens, TILE_HEADS=config.tile_heads,
+        **_rope_constexprs(rope, head_dim), **layout_constexprs(layout),
         **codec_constexprs(scales, layout, qkv.device),
         **overlap_options(qkv.device, worthwhile=token_tiles * num_tiles <= OVERLAPPED_PROGRAMS),
         num_warps=config.num_warps,
-    )
+    )  # fmt: skip
     if quarters is not None and k_out is not None:
         write_quarters(k_out, value, k_cache, v_cache, slot_mapping, layout, quarters)
     return q_out
@@ -430,8 +385,6 @@ def _rope_constexprs(rope: Rope | None, head_dim: int) -> dict[str, object]:
     return {
         "NUM_PAIRS": head_dim // 2 if rope is None else rope.cos_sin.shape[1] // 2,
         "INTERLEAVED": rope is not None and rope.interleaved,
-        "TIME_PAIRS": time,
-        "HEIGHT_PAIRS": height,
-        "WIDTH_PAIRS": width,
+        "TIME_PAIRS": time, "HEIGHT_PAIRS": height, "WIDTH_PAIRS": width,
         "MROPE_INTERLEAVED": rope is not None and rope.mrope_interleaved,
-    }
+    }  # fmt: skip

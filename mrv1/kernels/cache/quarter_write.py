@@ -8,20 +8,17 @@ scale is not positive::
     code[t] = e4m3(x[t] / scale)                         new t
     code[t] = e4m3(value(code[t]) * old / scale)         other t, if scale > old > 0
 
-Slots may be in any order, so a program has to find the new tokens of its quarter among all tokens
-of the launch. A small launch compares slots: the owner is the program of the quarter's first new
-token in the order of the launch, which the program finds by looking at all slots; this work is
-quadratic. A larger launch has two small kernels before it, and their work is linear. The first
-stores each token's index where the token's key will be: in the first bytes of its row of the
-cache, for one head of each group. The second looks at the rows of a token's quarter. An index
-found there is a new token if that token's slot is this very row: the bytes of an older key cannot
-pass this test, because no new token has the slot of an older key. The new token with the lowest
-slot enters the quarter into its group's list, whose order does not matter, and the programs of
-each head share the list.
+Slots may be in any order, so a program has to find the new tokens of its quarter among all tokens.
+A small launch compares slots: the owner is the program of the quarter's first new token in the
+order of the launch, found by looking at all slots, which is quadratic work. A larger launch has
+two small kernels before it, of linear work. The first stores each token's index in the first bytes
+of its key's row in the cache, for one head of each group. The second looks at the rows of a
+token's quarter: an index found there is a new token if that token's slot is this very row, which
+the bytes of an older key cannot fake, as no new token has its slot. The new token with the lowest
+slot enters the quarter into its group's list, in any order, which the programs of each head share.
 
 On an H200 with 8 heads of 128 and blocks of 16, 16,384 tokens in the order of their slots, as an
-engine writes them, take 47.2 us, half of the copy bandwidth. In random order, which no engine
-produces, they take 314 us: the rows of a quarter are then read and written far apart in time.
+engine writes them, take 47.2 us, half of the copy bandwidth; in random order 314 us.
 """
 
 from __future__ import annotations
@@ -49,10 +46,8 @@ from mrv1.kernels.cache.scale_arguments import (
 NO_TOKEN = tl.constexpr(2**31 - 1)
 
 COMPARED_TOKENS = 256
-"""Most tokens of a launch that compares slots: one launch, as decode steps want it. On an H200 it
-takes 9.9 us for 256 tokens and 17.6 us for 512; the three launches with a list take 16.5 us and
-17.5 us."""
-
+"""Most tokens of a launch that compares slots: on an H200 it takes 9.9 us for 256 tokens and 17.6
+us for 512; the three launches with a list take 16.5 us and 17.5 us."""
 LARGE_TOKENS = 8192
 """Fewest tokens of a launch with large tiles: on an H200 16,384 tokens take 47.2 us with tiles of
 16 quarters and 55.8 us with 4, and 2,048 tokens 16.8 us and 15.0 us."""
@@ -64,22 +59,15 @@ class QuarterWriteConfig:
 
     compares: bool
     """Whether the launch compares slots; else two kernels find the new tokens of each quarter."""
-    tile_rows: int
-    """(token, head) rows per program."""
-    tile_slots: int
-    """Slots compared at once, or tokens per program of the two kernels."""
+    tile_rows: int  # (token, head) rows per program
+    tile_slots: int  # slots compared at once, or tokens per program of the two kernels
     num_warps: int
     programs_per_sm: int
     """Programs of a launch that writes listed quarters, per streaming multiprocessor."""
 
     @classmethod
     def default_for(cls, num_tokens: int, quarter_elements: int) -> QuarterWriteConfig:
-        """Return the configuration, tuned on an H200 for a head of 128 and blocks of 16.
-
-        Args:
-            num_tokens: tokens of the launch.
-            quarter_elements: elements of a quarter of a page.
-        """
+        """Return the configuration, tuned on an H200 for a head of 128 and blocks of 16."""
         compares = num_tokens <= COMPARED_TOKENS
         if INTERPRET:  # the interpreter pays by program and by operation, hardly by size
             return cls(
@@ -87,17 +75,13 @@ class QuarterWriteConfig:
             )
         size = triton.next_power_of_2(quarter_elements)
         elements = 2048
-        if (
-            num_tokens >= LARGE_TOKENS
-        ):  # with 8,192, quarters of other sizes spill on sm_90, sm_120
+        if num_tokens >= LARGE_TOKENS:
+            # With 8,192, quarters of other sizes spill on sm_90 and sm_120.
             elements = 8192 if size == 512 else 4096
         return cls(
-            compares=compares,
-            tile_rows=1 if compares else max(1, elements // size),
-            tile_slots=128,
-            num_warps=4,
-            programs_per_sm=16,
-        )
+            compares=compares, tile_rows=1 if compares else max(1, elements // size),
+            tile_slots=128, num_warps=4, programs_per_sm=16,
+        )  # fmt: skip
 
 
 class Slots(NamedTuple):
@@ -126,10 +110,9 @@ class Quarters(NamedTuple):
 
 @triton.jit
 def _position_in_quarter(slots, other, first_slot):
-    """Return the positions of tokens relative to each row's quarter: [0, TOKENS) is inside.
+    """Return the positions of tokens ``other`` [TILE_SLOTS] in each row's quarter [TILE_ROWS].
 
-    ``other``, [TILE_SLOTS] int32, are tokens of the launch; ``first_slot``, [TILE_ROWS] int64, is
-    the first slot of each row's quarter.
+    [0, TOKENS) is inside; the quarter begins at ``first_slot``.
     """
     slot_ptr = slots.row_ptr[:, None] + other.to(tl.int64)[None, :] * slots.stride_token
     slot = tl.load(slot_ptr, mask=(other < slots.num_tokens)[None, :], other=-1)
@@ -178,18 +161,13 @@ def _marked_head(group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEAD
 def _mark_tokens_kernel(
     counts_ptr,  # [groups] int32, *written*: 0
     k_cache_ptr,  # one layer's keys, flat, as int32
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in codes
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
     token_stride,  # in codes
     num_tokens,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-):
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr,
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS), groups): store each token's index in its row."""
     if tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.program_id(1), 0)
@@ -211,23 +189,17 @@ def _list_quarters_kernel(
     first_slots_ptr,  # [groups, num_tokens] int64, *written*: first slot of each quarter
     members_ptr,  # [groups, num_tokens, TOKENS] int32, *written*: its new tokens
     k_cache_ptr,  # one layer's keys, flat, as int32, with the indices of the new tokens
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in codes
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in codes
     token_stride,  # in codes
     num_tokens,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TOKENS: tl.constexpr,  # of a quarter
-    TILE_TOKENS: tl.constexpr,
-):
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr, TILE_TOKENS: tl.constexpr,  # of a quarter, of a program
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS), groups): list the quarters with new tokens.
 
-    The token at the lowest position of a quarter lists it. -1 = the token of this position is not
-    new.
+    The new token at the lowest position of a quarter lists it; -1 = no new token at a position.
     """
     head_base, block_stride, head = _marked_head(
         group_of_head_ptr, head_base_ptr, block_stride_ptr, NUM_KV_HEADS
@@ -323,38 +295,21 @@ def _write_rows(
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _write_compared_kernel(
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
-    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_key_token,
-    stride_key_head,
-    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_value_token,
-    stride_value_head,
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # float32, flat
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    key_ptr, stride_key_token, stride_key_head,  # [tokens, heads, HEAD_DIM], unit last stride
+    value_ptr, stride_value_token, stride_value_head,  # likewise
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_SLOTS: tl.constexpr,
-    CODEC: tl.constexpr,
-    SCALES_PER_BLOCK: tl.constexpr,  # per head
-):
-    """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): TILE_ROWS (token, head) rows a program.
-
-    A program writes the quarters that it owns.
-    """
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_SLOTS: tl.constexpr,
+    CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # per head
+):  # fmt: skip
+    """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): a program writes quarters it owns."""
     TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     token = row // NUM_KV_HEADS
@@ -382,36 +337,22 @@ def _write_compared_kernel(
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
 def _write_listed_kernel(
-    k_cache_ptr,  # one layer's keys, flat
-    v_cache_ptr,  # one layer's values, flat
-    k_scale_ptr,  # float32, flat
-    v_scale_ptr,
-    scale_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
-    key_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_key_token,
-    stride_key_head,
-    value_ptr,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM], unit last stride
-    stride_value_token,
-    stride_value_head,
-    slot_mapping_ptr,  # [groups, num_tokens] int64, negative = skip
-    stride_slot_group,
-    stride_slot_token,
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
+    k_scale_ptr, v_scale_ptr,  # float32, flat
+    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    key_ptr, stride_key_token, stride_key_head,  # [tokens, heads, HEAD_DIM], unit last stride
+    value_ptr, stride_value_token, stride_value_head,  # likewise
+    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
     group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr,  # [NUM_KV_HEADS] int64, in elements
-    block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
+    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
     counts_ptr,  # [groups] int32, quarters in each group's list
     first_slots_ptr,  # [groups, num_tokens] int64, first slot of each quarter
     members_ptr,  # [groups, num_tokens, TOKENS] int32, its new tokens, -1 = not new
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    CODEC: tl.constexpr,
-    SCALES_PER_BLOCK: tl.constexpr,  # per head
-):
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # per head
+):  # fmt: skip
     """Grid (any number, NUM_KV_HEADS): the programs of a head share the quarters of its group."""
     TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
     head = tl.full([TILE_ROWS], tl.program_id(1), tl.int64)
@@ -452,18 +393,13 @@ def write_quarters(
     config = QuarterWriteConfig.default_for(num_tokens, quarter_tokens * layout.head_dim)
     slots = slot_arguments(slot_mapping, layout)
     arguments = (
-        *cache_arguments(k_cache, v_cache, scales),
-        *with_strides(key),
-        *with_strides(value),
-        *slots,
-        num_tokens,
-    )
+        *cache_arguments(k_cache, v_cache, scales), *with_strides(key), *with_strides(value),
+        *slots, num_tokens,
+    )  # fmt: skip
     options = {
-        **layout_constexprs(layout),
-        **codec_constexprs(scales, layout, key.device),
-        "TILE_ROWS": config.tile_rows,
-        "num_warps": config.num_warps,
-    }
+        **layout_constexprs(layout), **codec_constexprs(scales, layout, key.device),
+        "TILE_ROWS": config.tile_rows, "num_warps": config.num_warps,
+    }  # fmt: skip
     if config.compares:
         num_programs = triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows)
         _write_compared_kernel[(num_programs,)](
@@ -484,7 +420,7 @@ def _list_quarters(
     quarter_tokens: int,
     config: QuarterWriteConfig,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the quarters with new tokens, by group: their number, first slots and new tokens.
+    """Return each group's quarters with new tokens: number, first slots, new tokens.
 
     ``k_cache`` is *written* at the slots, whose new keys come after.
     """
@@ -496,11 +432,9 @@ def _list_quarters(
     words = codes[: codes.numel() // 4 * 4].view(torch.int32)
     grid = (triton.cdiv(num_tokens, config.tile_slots), groups)
     constexprs = {
-        "NUM_KV_HEADS": layout.num_kv_heads,
-        "BLOCK_SIZE": layout.block_size,
-        "TILE_TOKENS": config.tile_slots,
-        "num_warps": 4,
-    }
+        "NUM_KV_HEADS": layout.num_kv_heads, "BLOCK_SIZE": layout.block_size,
+        "TILE_TOKENS": config.tile_slots, "num_warps": 4,
+    }  # fmt: skip
     slots = slot_arguments(slot_mapping, layout)
     _mark_tokens_kernel[grid](counts, words, *slots, num_tokens, **constexprs)
     _list_quarters_kernel[grid](

@@ -31,15 +31,10 @@ def _pages(cache: torch.Tensor, layout: KVLayout) -> torch.Tensor:
 
 
 def _page_rows(layout: KVLayout, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Return the rows of :func:`_pages` that hold token ``token`` of block ``block``.
+    """Return the rows of :func:`_pages` that hold tokens of blocks.
 
-    Args:
-        layout: the layout.
-        block: ``[kv_heads, ...]`` int64, block ids >= 0.
-        token: ``[kv_heads, ...]`` int64, offset inside the block; broadcasts against ``block``.
-
-    Returns:
-        ``[kv_heads, ..., head_dim / address_unit]`` int64.
+    ``block`` (id >= 0) and ``token`` (offset in it) are [kv_heads, ...] int64 and broadcast; the
+    result is [kv_heads, ..., head_dim / address_unit] int64.
     """
     per_head = (-1, *[1] * (block.dim() - 1))
     address = (
@@ -72,14 +67,10 @@ def _grow_scales(
 ) -> None:
     """Raise the scales of quarters as their new vectors need; requantise the quarters' old codes.
 
-    Args:
-        page_format: of the cache.
-        pages: the cache's codes as rows, *written* in quarters whose scale grows.
-        all_scales: flat, *written*.
-        quarter_rows: ``[vectors, tokens, rows of a token]``, each vector's whole quarter.
-        scale_rows: ``[vectors]``, the address of its quarter's scale.
-        is_first: ``[vectors]``, whether it is first in its quarter: the stored scale counts as 0.
-        needed: ``[vectors]``, the scale that the vector needs.
+    ``pages``, the cache's codes as rows, and ``all_scales``, flat, are *written*. For each new
+    vector: ``quarter_rows`` [tokens, rows of a token] of its whole quarter, ``scale_rows`` the
+    address of its scale, ``is_first`` in the quarter (the stored scale counts as 0), scale
+    ``needed``.
     """
     old = all_scales.where(all_scales > 0, 0.0)  # NaN: nothing was stored
     old[scale_rows[is_first]] = 0.0

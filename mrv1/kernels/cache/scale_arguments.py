@@ -18,13 +18,9 @@ def cache_arguments(
     if scales is None:
         return k_cache, v_cache, None, None, None, None
     return (
-        k_cache.view(-1).view(codes),
-        v_cache.view(-1).view(codes),
-        scales.k_scale,
-        scales.v_scale,
-        scales.base,
-        scales.block_stride,
-    )
+        k_cache.view(-1).view(codes), v_cache.view(-1).view(codes),
+        scales.k_scale, scales.v_scale, scales.base, scales.block_stride,
+    )  # fmt: skip
 
 
 def slot_arguments(slot_mapping: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor | int, ...]:
@@ -50,11 +46,7 @@ def layout_constexprs(layout: KVLayout) -> dict[str, int]:
 def codec_constexprs(
     scales: KVScales | None, layout: KVLayout, device: torch.device
 ) -> dict[str, object]:
-    """Return the constexprs that choose the conversion of codes and the address of scales.
-
-    Raises:
-        UnsupportedDeviceError: the device cannot convert the codes.
-    """
+    """Return the constexprs of codes and scales' addresses; see ``PageFormat.conversion``."""
     if scales is None:
         return {"CODEC": None, "SCALES_PER_BLOCK": 0}
     return {

@@ -2,25 +2,23 @@
 
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
-over the keys ``k`` that ``kv_layout`` lets the query see. One launch (and one more that makes the
-plan, see ``plan_kernel``, unless the caller passes a plan): one program per item of the plan, a
-range of the keys one KV head of one request sees. The programs of a segment merge their partial
-results by log-sum-exp, in groups: the last program of a group to finish merges the group's, and
-takes part with the result in a group of groups. So there is no launch for it, which all layers
-would wait for, even in steps where no segment has several pieces.
+over the keys ``k`` that ``kv_layout`` lets the query see: one program per item of the plan
+(``plan_kernel``), a range of the keys that one KV head of one request sees. The programs of a
+segment merge their partial results by log-sum-exp, in groups: the last program of a group to
+finish merges the group's, and takes part with the result in a group of groups. A launch of its own
+would hold up all layers, even in steps where no segment has several pieces.
 
-A short context costs a chain of loads, from the plan to the block table to K and V. The first two,
-plan and table, may be loaded while the previous kernel still runs (``read_early`` of
-``DecodePlan.allocate``), without a race. A program of this launch runs before its wait only if all
-programs of the previous launch, L, have let it start, after their own wait (the caller's promise).
-L's wait returns when the launch before L has ended and its writes are visible; that launch had
-waited for its own predecessor, and so on. So all writes before L are in memory. The writes of L
-may not be, and the caller promises that L does not write plan, table or layout. Early loads bypass
-L1, which may hold older lines. K and V are loaded after the wait: L has just written the newest.
+A short context costs a chain of loads, from the plan to the block table to K and V. Plan and table
+may be loaded while the previous launch, L, still runs (``read_early`` of ``DecodePlan.allocate``),
+without a race. A program of this launch runs before its wait only if all programs of L have let it
+start, after their own wait (the caller's promise). That wait returns when the launch before L has
+ended and its writes are visible; that launch had waited for its predecessor, and so on: all writes
+before L are in memory. L itself writes neither plan, table nor layout (the caller's promise).
+Early loads bypass L1, which may hold older lines. K and V are loaded after the wait: L has just
+written the newest.
 
-Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys and
-its 8-column side the few queries (a request's queries times the query heads of a KV head). That
-takes half the padding and half the softmax of queries times keys.
+Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys, its
+8-column side the few query rows. That halves the padding and the softmax of queries times keys.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax, Flash-Decoding (Dao et al., 2023,
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
@@ -100,9 +98,7 @@ _SUM_ROWS = tl.constexpr(16)
 
 MIN_PAIRED_DIM = 32
 """Smallest padded head dimension of an fp8 cache: each half fills the 16 of a tensor core."""
-
-MAX_PROGRAMS = 4096
-"""Most programs of a grid for plans that may have many more items than segments."""
+MAX_PROGRAMS = 4096  # of a grid, for plans that may have many more items than segments
 
 
 class Heads(NamedTuple):
@@ -165,8 +161,8 @@ class Queries(NamedTuple):
 def _load_item(ptr, is_there, CACHE_MODIFIER: tl.constexpr):
     """Return the fields of an item; zeros if there is none, where memory holds anything.
 
-    All fields and the number of items are loaded together, so no load is masked. Garbage need not
-    be an empty range: after 0x7fffffff, a GPU's float32 NaN, the next work index is negative.
+    All fields are loaded beside the number of items, so no load is masked. Garbage need not be an
+    empty range: after 0x7fffffff, a GPU's float32 NaN, the next work index is negative.
     """
     fields = ()
     for field in tl.static_range(_NUM_FIELDS):
@@ -194,14 +190,11 @@ def _attend_item(
     Blocks are looked up one tile ahead (``block``: the first tile's), so that no load of pages
     waits for a load of the table. A token's K scale multiplies its score, its V scale its weight.
     Weights are rounded to 16 bits in units of the largest V scale so far, or small scales would
-    underflow. An fp8 cache is read two codes at a time: even and odd dimensions have products and
-    sums of their own.
+    underflow. An fp8 cache is read in pairs of codes: even and odd dimensions have own products.
 
-    If DETERMINISTIC and not fp8, the result is the fold of the item's pieces. The tensor cores
-    then add up the weights, in the order of the keys: the order of a sum over registers would
-    depend on the shape of the tile.
-
-    ``logit_sink`` is what the rows start from, see ``first_state``.
+    If DETERMINISTIC and not fp8, the result is the fold of the item's pieces, and tensor cores add
+    up the weights in the order of the keys: the order of a sum over registers would depend on the
+    shape of the tile.
 
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
@@ -428,12 +421,11 @@ def _merged_states(states, first, step, count, row, HEADS: tl.constexpr, TILES: 
 def _merge_segment(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
     """Merge the partial results of a segment of several pieces.
 
-    In a round, group g is pieces ``g * most`` and after. Its last program to finish merges them
-    into the slot of the first one, and takes part as piece g in the next round, whose slots are
-    ``step`` apart. What is merged, and in which order, does not depend on which program is last. A
-    group's arrival count is that of its first slot plus the number of the round: a group that
-    counts has more slots than rounds were before, so no two rounds share a count. The pieces of a
-    deterministic result are one group.
+    In a round, group g is ``most`` pieces from ``g * most`` on. Its last program to finish merges
+    them into the first one's slot and takes part as piece g in the next round, whose slots are
+    ``step`` apart; the order does not depend on which program is last. A group's arrival count is
+    that of its first slot plus the number of the round: a group that counts has more slots than
+    rounds were before, so no two rounds share a count. Deterministic pieces are one group.
     """
     row = tl.arange(0, TILES.MERGE_ROWS)
     first_item = index - item.piece
@@ -494,8 +486,7 @@ def _write_item(
 ):  # fmt: skip
     """Attend for one item; write its output rows, or its partial result if a merge follows.
 
-    With EARLY this function waits for the previous kernel, which must not write the data that is
-    loaded before the wait.
+    With EARLY it waits for the previous kernel, which must not write what is loaded before.
     """
     EARLY: tl.constexpr = TILES.EARLY
     CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""  # L1 may hold an older line
@@ -580,10 +571,7 @@ def _paged_decode_attention_kernel(
     DETERMINISTIC: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
-    """Grid (num_programs,): one item each, or IN_ROUNDS every num_programs-th item.
-
-    The last strides of out, q and the table are 1.
-    """
+    """Grid (num_programs,): one item each, IN_ROUNDS every num_programs-th. Unit last strides."""
     if not EARLY:
         wait_for_previous(OVERLAP)
         let_next_start(OVERLAP)
@@ -672,15 +660,13 @@ def paged_decode_attention(
             work; None = pieces that give every program of the device an equal share. Changes the
             result by rounding only.
         deterministic: give each query a result that is bitwise the same in any batch, with any
-            width of the table, and with any later tokens beside it (``query_len``). It is folded
-            from pieces that begin at fixed keys (``plan.PIECE_TOKENS``), by one program or by
-            several. With a 16 or 32-bit cache and without windows, ``paged_prefill_attention``
-            computes the same bits.
+            width of the table, and with any later tokens beside it (``query_len``): the fold of
+            pieces that begin at fixed keys (``plan.PIECE_TOKENS``). With a 16 or 32-bit cache and
+            without windows, ``paged_prefill_attention`` computes the same bits.
         plan: the plan that ``plan_decode_attention`` wrote for these ``seq_lens``, which saves a
-            launch in every layer; None = made here. The plan decides the cuts: ``num_kv_splits``
-            must then be None, and ``deterministic=True`` accepts only a deterministic plan. With
-            ``read_early`` (``DecodePlan.allocate``), this launch may read plan, block table and
-            layout before the previous launch has ended.
+            launch in every layer; None = made here. It decides the cuts: ``num_kv_splits`` must
+            then be None, and ``deterministic=True`` needs a deterministic plan. For its
+            ``read_early`` see ``DecodePlan.allocate``.
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled, capped scores and the head's logit sink.
@@ -708,7 +694,7 @@ def paged_decode_attention(
         allocated. Grids follow from shapes alone: CUDA-graph safe.
 
     Source:
-        arXiv:2205.14135 and Flash-Decoding, as in the module docstring.
+        arXiv:2205.14135, Flash-Decoding.
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,
@@ -726,16 +712,11 @@ def paged_decode_attention(
         return out
     if plan is None:
         plan = DecodePlan.allocate(
-            max_reqs=num_reqs,
-            max_keys=block_table.shape[1] * layout.block_size,
-            layout=layout,
-            num_q_heads=q.shape[1],
-            dtype=q.dtype,
-            query_len=query_len,
-            page_format=format_of(q.dtype, scales),
-            num_kv_splits=num_kv_splits,
+            max_reqs=num_reqs, max_keys=block_table.shape[1] * layout.block_size, layout=layout,
+            num_q_heads=q.shape[1], dtype=q.dtype, query_len=query_len,
+            page_format=format_of(q.dtype, scales), num_kv_splits=num_kv_splits,
             deterministic=deterministic,
-        )
+        )  # fmt: skip
         plan_decode_attention(seq_lens, layout, plan)
     else:
         check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)

@@ -18,44 +18,36 @@ from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
 
-ITEM_FIELDS = 16
-"""int32 values per item: an ``Item`` and padding, half a cache line."""
-MAX_SEGMENTS = 1 << 16
-"""Most requests times KV heads of a plan, both rounded up."""
-
-MIN_TILE_ROWS = 8
-"""Columns of the smallest tensor core product."""
+ITEM_FIELDS = 16  # int32 values per item: an ``Item`` and padding, half a cache line
+MAX_SEGMENTS = 1 << 16  # most requests times KV heads of a plan, both rounded up
+MIN_TILE_ROWS = 8  # columns of the smallest tensor core product
 
 PIECE_TOKENS = 128
-"""Keys of the first eight pieces of a deterministic result. The next eight are as long, and from
-then on every eight pieces are twice as long as the eight before them: ``first_key`` says where.
-The cuts are at the same keys for every query, however long its context is, and few enough for one
-program to merge: 16 pieces of 2,048 keys, 64 of 131,072."""
+"""Keys of each of the first 16 pieces of a deterministic result; every eight pieces that follow
+are twice as long as the eight before (``first_key``). The cuts are the same for every query, and
+few enough for one program to merge: 16 pieces of 2,048 keys, 64 of 131,072."""
 
 SHARES_PER_SM = 1.75
-"""A deterministic plan cuts a segment of more than one share of all keys. There are so many shares
-per multiprocessor; where there are more segments, a half, as few segments are then that long."""
+"""Shares of all keys per multiprocessor; a deterministic plan cuts a segment of more than one.
+With more segments than shares it is a half, as few segments are then that long."""
 
 LONG_PIECE = 1 << 20
-"""Bytes of K and V from which on a piece is long. Where there are many segments, long equal shares
-are halved, which evens out the programs' run times. 1 MiB is 2,048 keys of 128 dimensions in 16
-bits; on an H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
+"""Bytes of K and V from which on a piece is long, and halved where there are many segments. On an
+H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
 
 
 class Item(NamedTuple):
     """A range of the keys that one KV head of one request sees: host ints, or tensors in kernels.
 
-    The fields have the order of the int32 values in a plan. Triton's key of a compiled kernel
-    holds their number, not their order: if you change the order, change the kernels' source too.
+    In the order of the int32 values in a plan. Triton's key of a compiled kernel holds their
+    number, not their order: if you change the order, change the kernels' source too.
     """
 
     req: Any
     head: Any
-    first_work: Any
-    """First work index (see ``online_softmax``) of this piece."""
+    first_work: Any  # first work index (see ``online_softmax``) of this piece
     end_work: Any
-    pieces: Any
-    """Number of pieces of the segment."""
+    pieces: Any  # number of pieces of the segment
     table_offset: Any
     sink_end: Any
     start: Any
@@ -63,8 +55,7 @@ class Item(NamedTuple):
     sink: Any
     ring_blocks: Any
     seq_len: Any
-    piece: Any
-    """Index of this piece in its segment."""
+    piece: Any  # index of this piece in its segment
 
 
 def first_key(piece: int) -> int:
@@ -95,17 +86,12 @@ def padded_reqs(num_reqs: int) -> int:
 class DecodeAttentionConfig:
     """Launch choices of one decode attention."""
 
-    tile_tokens: int
-    """Keys per step of a program."""
+    tile_tokens: int  # keys per step of a program
     num_warps: int
     num_stages: int
-    programs_per_sm: int
-    """Programs that run at the same time on a streaming multiprocessor, or fewer: a plan aims at
-    this number of items per multiprocessor."""
-    min_tiles: int = 1
-    """Fewest tiles per piece with equal shares: a segment of no more tiles stays whole."""
-    max_registers: int | None = None
-    """Most registers per thread; None = the compiler chooses."""
+    programs_per_sm: int  # that run at the same time, or fewer: a plan aims at so many items
+    min_tiles: int = 1  # fewest per piece with equal shares: a segment of no more stays whole
+    max_registers: int | None = None  # most registers per thread; None = the compiler chooses
 
     def launch_options(self) -> dict[str, int]:
         """Return the compiler's options, without the constexprs."""
@@ -122,15 +108,10 @@ class DecodeAttentionConfig:
         has_window: bool,
         device: DeviceInfo,
     ) -> DecodeAttentionConfig:
-        """Return the configuration for these shapes.
+        """Return the configuration for these shapes; ``dtype`` is a ``PageFormat.product_dtype``.
 
-        Args:
-            head_dim: of the cache.
-            dtype: see ``PageFormat.product_dtype``.
-            tile_rows: padded query rows of a program.
-            num_segments: requests times KV heads.
-            has_window: whether any head has a window (its code takes registers).
-            device: the GPU; a compute capability of None stands for AMD.
+        ``tile_rows`` are a program's padded query rows, ``num_segments`` requests times KV heads.
+        The code for windows takes registers.
         """
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(128, num_warps=1, num_stages=1, programs_per_sm=1)
@@ -185,8 +166,8 @@ class DecodeAttentionConfig:
 class DecodePlan:
     """Buffers of one plan and of the attention that follows it; make one with :meth:`allocate`.
 
-    ``plan_decode_attention`` writes the plan once a step, ``paged_decode_attention`` reads it in
-    every layer and uses its scratch: launches that share a plan must be on one stream.
+    ``plan_decode_attention`` writes it once a step, ``paged_decode_attention`` reads it in every
+    layer and uses its scratch: launches that share a plan must be on one stream.
     """
 
     config: DecodeAttentionConfig
@@ -200,8 +181,8 @@ class DecodePlan:
     """Whether a row has the same bits in any batch: cuts are at fixed keys (PIECE_TOKENS)."""
     max_items: int
     most_items: int
-    """Bound on the items of equal shares; short segments count in proportion to their tiles. If
-    deterministic, the number of shares: a segment of at most one share stays whole."""
+    """Bound on the items of equal shares, short segments counted by their tiles. If deterministic,
+    the number of shares: a segment of at most one share stays whole."""
     fine_items: int
     """The same bound where pieces are long: more items even out the programs' run times."""
     long_tiles: int
@@ -219,8 +200,7 @@ class DecodePlan:
     states_lse: torch.Tensor
     """[max_items, rows] float32 scratch: their log-sum-exps, to base 2."""
     arrivals: torch.Tensor
-    """[max_items] int32: members of a group of pieces that have stored their partial result; 0
-    between launches; empty unless ``may_split``."""
+    """[max_items] int32: pieces of a group that are stored; 0 between launches; empty likewise."""
     read_early: bool
     """Whether attention may read plan, block table and layout before the previous kernel's end."""
 
@@ -252,11 +232,10 @@ class DecodePlan:
             num_kv_splits: as in ``paged_decode_attention``.
             deterministic: as in ``paged_decode_attention``.
             read_early: whether attention may read plan, block table and layout while the previous
-                launch still runs. The caller promises two things of the previous launch, wherever
-                the plan is used: it writes none of the three, and it lets the next launch start
-                only after its own wait for earlier launches. ``qkv_cache_write`` keeps both
-                promises, ``linear`` does not. On an H200 reading early saves 0.5 to 0.9 us a layer
-                where contexts are short; where launches do not overlap, nothing is read early.
+                launch still runs. The caller promises that this launch, wherever the plan is used,
+                writes none of the three and lets the next one start only after its own wait for
+                earlier launches: ``qkv_cache_write`` does, ``linear`` does not. Saves 0.5 to 0.9
+                us a layer with short contexts (H200); no effect where launches do not overlap.
 
         Raises:
             ValueError: options out of range or in conflict, or more segments than a plan holds.
@@ -276,12 +255,7 @@ class DecodePlan:
         page_format = page_format or PageFormat.plain(dtype)
         product_dtype = page_format.product_dtype(dtype)
         config = DecodeAttentionConfig.default_for(
-            layout.head_dim,
-            product_dtype,
-            padded_rows(rows),
-            segments,
-            layout.has_window,
-            info,
+            layout.head_dim, product_dtype, padded_rows(rows), segments, layout.has_window, info
         )
         if deterministic:
             config = _deterministic(config, layout, product_dtype, info)
@@ -330,10 +304,7 @@ class DecodePlan:
 def _deterministic(
     config: DecodeAttentionConfig, layout: KVLayout, dtype: torch.dtype, device: DeviceInfo
 ) -> DecodeAttentionConfig:
-    """Return the configuration with the steps of prefill attention, whose bits follow from them.
-
-    Codes have other steps; their segments are whole up to one piece.
-    """
+    """Return the configuration with prefill's steps, on which bits depend; codes keep theirs."""
     if dtype.itemsize == 1:
         return replace(config, min_tiles=1)
     steps = PrefillAttentionConfig.default_for(
@@ -345,13 +316,7 @@ def _deterministic(
 def check_plan_options(
     plan: DecodePlan | None, num_kv_splits: int | None, deterministic: bool
 ) -> None:
-    """Raise unless the options that decide how keys are cut agree.
-
-    Raises:
-        TypeError: ``plan`` is neither a ``DecodePlan`` nor None.
-        ValueError: ``num_kv_splits`` with a plan or with ``deterministic``, or ``deterministic``
-            with a plan that is not deterministic.
-    """
+    """Raise (TypeError, ValueError) unless the options that decide how keys are cut agree."""
     if plan is not None and not isinstance(plan, DecodePlan):
         raise TypeError(f"plan: expected a DecodePlan or None, got {type(plan).__name__}")
     if num_kv_splits is not None and (deterministic or plan is not None):
@@ -369,12 +334,7 @@ def check_plan(
     num_q_heads: int | None = None,
     query_len: int | None = None,
 ) -> None:
-    """Raise unless a plan was allocated for these requests, heads and queries (None = any).
-
-    Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape or device, or a plan for other requests, heads or queries.
-    """
+    """Raise unless a plan was allocated for these requests, heads and queries (None = any)."""
     check_tensor("seq_lens", seq_lens, shape=(None,), dtype=torch.int32, contiguous=True)
     for what, expected, got in (
         ("requests", seq_lens.shape[0], plan.max_reqs),

@@ -7,21 +7,20 @@ a plan cuts the segments into *items*, each the work of one program::
     pieces(i) = ceil(tiles(i) / size)              at least one: a row that sees nothing is written
     piece p of segment i = its tiles [p * tiles(i) / pieces(i), (p + 1) * tiles(i) / pieces(i))
 
-``size`` is the smallest with at most as many items as programs run at the same time: one wave of
-programs, no tail. Where pieces are long (``LONG_PIECE``) and segments many, there may be twice as
-many items, which evens out the programs' run times. A batch with more segments than programs keeps
-them whole, except the few that are much longer than an equal share, and short segments are not cut
-at all (``min_tiles``).
+``size`` is the smallest with at most as many items as programs run at the same time: one wave, no
+tail. Many segments of long pieces (``LONG_PIECE``) may have twice as many items, which evens out
+the run times. A batch with more segments than programs keeps them whole, except the few that are
+much longer than an equal share; short segments (``min_tiles``) are not cut at all.
 
 The items of segments of at most half a ``size`` (heads with a window, short requests among long
-ones) come last and count by their tiles: several run one after the other in the time of one item
-of ``size``, so the long segments get the programs. Lengths are read on the device and bounds
-follow from shapes alone: a captured graph serves any lengths. A deterministic plan cuts long
-segments at fixed keys, the same in any batch, and leaves the others whole: their one program folds
-the same pieces. One plan serves all layers of the same roles.
+ones) come last and count by their tiles, as several run in the time of one item of ``size``: the
+long segments get the programs. Lengths are read on the device and bounds follow from shapes alone,
+so a captured graph serves any lengths. A deterministic plan cuts long segments at fixed keys and
+leaves the others whole: their one program folds the same pieces. One plan serves all layers of the
+same roles.
 
-Source: FlashInfer (arXiv:2501.01005) for a plan apart from the run, which FlashInfer makes on the
-host; Stream-K (arXiv:2301.03598) for equal shares over the device.
+Source: FlashInfer (arXiv:2501.01005) for a plan apart from the run, there made on the host;
+Stream-K (arXiv:2301.03598) for equal shares over the device.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import role_arguments
 
-REQS_PER_PROGRAM = 4
-"""Requests whose items one program lists."""
+REQS_PER_PROGRAM = 4  # requests whose items one program lists
 
 _INTERPRETED = tl.constexpr(INTERPRET)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
@@ -91,10 +89,9 @@ def _pieces(tiles, size):
 
 @triton.jit
 def _fits(size, tiles, heads, max_items, most_items):
-    """Return whether pieces of ``size`` tiles keep two bounds on items.
+    """Return whether pieces of ``size`` tiles give at most ``max_items`` items.
 
-    There are at most ``max_items`` items, and at most ``most_items`` if all short segments
-    together count as only (their tiles / size) items. ``heads`` segments have ``tiles`` each.
+    And at most ``most_items``, where short segments together count as (their tiles / size) items.
     """
     is_short = _is_short(tiles, size)
     pieces = heads * _pieces(tiles, size)  # short segments: one each
@@ -112,12 +109,10 @@ def _equal_size(
 ):  # fmt: skip
     """Return the smallest piece size, in tiles, that ``_fits``, by bisection.
 
-    It is at least MIN_TILES, but at most the tiles of the longest segment: this size leaves every
-    segment whole. Where it would be LONG_TILES or more, ``fine_items`` replaces ``most_items``.
-
-    Items of ``size`` tiles can have all tiles only if size >= tiles / items. Twice this bound
-    nearly always fits, because all items of segments that are not short are more than half full:
-    the search starts between the two.
+    It is at least MIN_TILES, and at most the longest segment, which leaves every segment whole.
+    Where it would be LONG_TILES or more, ``fine_items`` replaces ``most_items``. The search starts
+    between all tiles / items, the least that can fit, and twice that, which nearly always fits, as
+    the items of segments that are not short are more than half full.
     """
     size = tl.max(tiles)
     if LONG_TILES > MIN_TILES:
@@ -169,35 +164,28 @@ def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     num_items_ptr,  # [1] int32
     arrivals_ptr,  # [max_items] int32, or None: no segment is split
-    seq_lens_ptr,  # [num_reqs] int32
-    num_reqs,
-    kinds_ptr,  # [num_kinds, 3] int32: window, sink, heads
-    num_kinds,
+    seq_lens_ptr, num_reqs,  # [num_reqs] int32
+    kinds_ptr, num_kinds,  # [num_kinds, 3] int32: window, sink, heads
     table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr,  # [NUM_KV_HEADS] int32
     max_items,  # rows of items_ptr
     most_items,  # of equal shares, short segments counted by their tiles; see DecodePlan
     fine_items,  # the same bound where pieces would have LONG_TILES or more
-    NUM_KV_HEADS: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, TILE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,  # whether windows hide keys from items
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
     PIECE_TILES: tl.constexpr,  # tiles of the first fixed pieces; 0 = see NUM_SPLITS
     MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
     LONG_TILES: tl.constexpr,  # fewest of a long piece
-    ALL_REQS: tl.constexpr,  # power of two >= num_reqs
-    ALL_KINDS: tl.constexpr,  # power of two >= num_kinds
-    TILE_REQS: tl.constexpr,  # power of two
-    TILE_HEADS: tl.constexpr,  # power of two >= NUM_KV_HEADS
+    ALL_REQS: tl.constexpr, ALL_KINDS: tl.constexpr,  # powers of two >= num_reqs, num_kinds
+    TILE_REQS: tl.constexpr, TILE_HEADS: tl.constexpr,  # powers of two, heads >= NUM_KV_HEADS
     TILE_PIECES: tl.constexpr,  # power of two
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
     """Grid (cdiv(num_reqs, TILE_REQS), any): a row of programs lists TILE_REQS requests' items.
 
-    First every program computes all piece sizes for itself, once for the heads of a kind, and
-    counts the items before its own: a few sums over the requests, in registers. Then the programs
-    of a row take turns at TILE_PIECES pieces of each segment. Items are ordered by request, head
-    and piece; the items of short segments come last.
+    Every program computes the piece size for itself, once for the heads of a kind, and counts the
+    items before its own: a few sums over the requests, in registers. Then the programs of a row
+    take turns at TILE_PIECES pieces of each segment. Items are ordered by request, head and piece.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -315,7 +303,7 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe.
 
     Source:
-        As in the module docstring.
+        arXiv:2501.01005 and arXiv:2301.03598.
     """
     check_plan(plan, seq_lens, layout)
     check_launchable("seq_lens", seq_lens)
@@ -337,18 +325,15 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         plan.items, plan.num_items, plan.arrivals if plan.may_split else None,
         seq_lens, plan.max_reqs, layout.kinds, num_kinds, *role_arguments(layout),
         plan.max_items, plan.most_items, plan.fine_items,
-        NUM_KV_HEADS=plan.num_kv_heads,
-        QUERY_LEN=plan.query_len,
+        NUM_KV_HEADS=plan.num_kv_heads, QUERY_LEN=plan.query_len,
         TILE_TOKENS=plan.config.tile_tokens,
         HAS_WINDOW=layout.has_window and not layout.visits_masked,
         NUM_SPLITS=plan.num_kv_splits or 0,
         PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
-        MIN_TILES=plan.config.min_tiles,
-        LONG_TILES=plan.long_tiles,
+        MIN_TILES=plan.config.min_tiles, LONG_TILES=plan.long_tiles,
         ALL_REQS=all_reqs, ALL_KINDS=all_kinds,
         TILE_REQS=tile_reqs, TILE_HEADS=tile_heads, TILE_PIECES=tile_pieces,
-        num_warps=plan_warps(all_reqs * all_kinds),
-        **overlap_options(seq_lens.device),
+        num_warps=plan_warps(all_reqs * all_kinds), **overlap_options(seq_lens.device),
     )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
     out[i, h] = sum_k softmax_k(softmax_scale * q[i, h] . K[k, h // group]) V[k, h // group]
 
 over the keys ``k`` that ``kv_layout`` lets the query see: causal (or a range per query), window
-and sink per KV head. One launch; a program owns a tile of TILE_QUERIES queries times the query
-heads of one KV head. The tiles of request ``r`` begin at::
+and sink per KV head. A program owns a tile of TILE_QUERIES queries times the query heads of one KV
+head. The tiles of request ``r`` begin at::
 
     first_tile(r) = query_start_loc[r] // TILE_QUERIES + r
 
@@ -22,8 +22,7 @@ A short chunk after a long context has few tiles with many keys each. With ``Pre
 several programs divide a tile's keys, and the last program to finish merges the partial results.
 
 Source: FlashAttention (arXiv:2205.14135) for the online softmax; vLLM's Triton kernels for the
-tile map of ragged batches; Flash-Decoding (Dao et al., 2023,
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html) for the split over keys.
+tile map of ragged batches; Flash-Decoding, as ``decode.attention``, for the split over keys.
 """
 
 from __future__ import annotations
@@ -87,22 +86,14 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
 from mrv1.kernels.cache.scale_arguments import cache_arguments, role_arguments
 
-SCAN_REQS = tl.constexpr(128)
-"""Requests whose first tiles are compared at once."""
-
-NO_WINDOW = tl.constexpr(1 << 30)
-"""A window larger than every context."""
-
-SCAN_BLOCKS = tl.constexpr(1024)
-"""Columns of a table row whose blocks are checked at once."""
-
-MIN_SPLIT_STEPS = 8
-"""Fewest steps of a program where several programs divide a tile's keys."""
+SCAN_REQS = tl.constexpr(128)  # requests whose first tiles are compared at once
+NO_WINDOW = tl.constexpr(1 << 30)  # a window larger than every context
+SCAN_BLOCKS = tl.constexpr(1024)  # columns of a table row whose blocks are checked at once
+MIN_SPLIT_STEPS = 8  # fewest steps of a program where several programs divide a tile's keys
 
 _PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
 _SUM_COLUMNS = tl.constexpr(16)
 """Columns of ones that weights are multiplied with to add them up: all columns are the same."""
-
 MERGED_ROWS = tl.constexpr(16)
 """Rows of a tile that a program merges at a time, so that they fit its registers."""
 
@@ -329,17 +320,10 @@ def _attend_tile(
     q, keys, steps, row, head, visited_row_ptr, cache, scales, softmax, logit_sink,
     SHARED: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Run the online softmax over the keys of a program's steps.
+    """Return the (acc, top, total) of the online softmax over the keys of a program's steps.
 
-    A step takes TILE_TOKENS keys from a position that is a multiple of TILE_TOKENS. A token's K
-    scale multiplies its score, its V scale its weight. Weights are rounded to 16 bits in units of
-    the largest V scale so far, or small scales would underflow.
-
-    With FOLDS the arithmetic is that of decode attention's deterministic items, tile by tile.
-
-    Returns:
-        (acc, top, total): ``[TILE_ROWS, TILE_DIM]`` sum of weights * v, and per row the largest
-        scaled score in base 2 (-inf where nothing is visible) and the sum of weights.
+    As decode attention's ``_attend_item``, with FOLDS bit for bit: ``acc`` is [TILE_ROWS,
+    TILE_DIM]. A step takes TILE_TOKENS keys from a multiple of TILE_TOKENS on.
     """
     CODEC: tl.constexpr = CACHE.CODEC
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
@@ -475,10 +459,7 @@ def _attend_tile(
 def _store_tile(
     out, lse, states, batch, req, tile, head, split, splits, acc, top, total, TILES: tl.constexpr
 ):
-    """Write the rows of a tile, or the partial result of one of its ``splits`` programs.
-
-    The last of these programs to finish merges them.
-    """
+    """Write a tile's rows, or one of ``splits`` partial results, which the last program merges."""
     # Computed again: kept through the loop, the rows' addresses would take registers it needs.
     queries = _load_tile(batch, req, tile, TILES.TILE_QUERIES)
     row = _tile_row(queries, head, tl.arange(0, TILES.TILE_ROWS), TILES.GROUP)
@@ -529,12 +510,9 @@ def _merge_tile(out, lse, states, batch, splits, tile, head, TILES: tl.constexpr
     do_not_specialize=["num_splits", "num_programs", "num_tokens", "num_reqs", "num_heads"],
     # After decode rows they begin anywhere.
     do_not_specialize_on_alignment=[
-        "block_table_ptr",
-        "query_start_loc_ptr",
-        "seq_lens_ptr",
-        "mask_offsets_ptr",
+        "block_table_ptr", "query_start_loc_ptr", "seq_lens_ptr", "mask_offsets_ptr"
     ],
-)
+)  # fmt: skip
 def _paged_prefill_attention_kernel(
     out_ptr, stride_out_token, stride_out_head,  # [num_tokens, q_heads, HEAD_DIM]
     lse_ptr, stride_lse_token, stride_lse_head,  # [num_tokens, q_heads] fp32, or None
@@ -549,15 +527,12 @@ def _paged_prefill_attention_kernel(
     k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
     k_scale_ptr, v_scale_ptr,  # float32, flat, or None
     scale_base_ptr, scale_block_stride_ptr,  # [kv_heads] int64, in elements, or None
-    block_table_ptr, stride_table_row,  # [num_reqs, row_width] int32
-    row_width,
+    block_table_ptr, stride_table_row, row_width,  # [num_reqs, row_width] int32
     query_start_loc_ptr,  # [num_reqs + 1] int32
     seq_lens_ptr,  # [num_reqs] int32
     mask_offsets_ptr,  # [num_tokens, 2] int32, contiguous, or None
-    num_reqs,
-    num_kv_heads,
-    heads_ptr,  # [num_heads] int32, KV heads of the launch, or None: all
-    num_heads,
+    num_reqs, num_kv_heads,
+    heads_ptr, num_heads,  # [num_heads] int32, KV heads of the launch, or None: all
     head_base_ptr, block_stride_ptr,  # [kv_heads] int64, in elements
     table_offset_ptr, window_ptr, sink_ptr, ring_blocks_ptr,  # [kv_heads] int32
     token_stride,  # in elements
@@ -574,9 +549,9 @@ def _paged_prefill_attention_kernel(
 ):  # fmt: skip
     """Grid (tiles * num_heads,), plus num_programs - num_heads where programs share tiles.
 
-    A program computes one query tile of one KV head, or a part of its keys. There are
-    ``num_tokens // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs
-    share the tiles that have queries. The last strides of out, q and the table are 1.
+    A program computes a query tile of one KV head, or a part of its keys. There are ``num_tokens
+    // TILE_QUERIES + num_reqs`` tiles, padding included; the additional programs share tiles that
+    have queries. The last strides of out, q and the table are 1.
     """
     CACHE: tl.constexpr = Cache(
         BLOCK_SIZE, HAS_WINDOW, VISITS_MASKED, HAS_RING, CODEC, SCALES_PER_BLOCK
@@ -710,13 +685,11 @@ def paged_prefill_attention(
             except the sink. None = causal.
         splits: buffers allocated for these shapes, through which several programs divide the keys
             of a tile: faster for few short chunks with long contexts. Changes the result by
-            rounding only. Buffers of one split, which only sm_90 has, are a queue: programs stay
-            and take whole tiles, and which one takes a tile changes no bit. None = one program
-            per tile.
+            rounding only. Buffers of one split, which only sm_90 has, are a queue of whole tiles:
+            which program takes a tile changes no bit. None = one program per tile.
         deterministic: give each query a result that is bitwise the same in any batch and chunk:
-            one kernel (not ``hopper``) with one tile, without ``splits``. With a 16 or
-            32-bit cache, without windows and ``attn_mask_offsets``, it is also the result of
-            ``paged_decode_attention`` with ``deterministic=True``.
+            one kernel (not ``hopper``), one tile, no ``splits``. With a 16 or 32-bit cache, no
+            windows and no ``attn_mask_offsets``, ``paged_decode_attention`` gives the same bits.
         out: like ``q``; *written* in rows before ``query_start_loc[-1]``, untouched in later rows.
             None = a new tensor, whose later rows are uninitialised.
         lse: ``[num_tokens, q_heads]`` fp32, *written* likewise if given: the natural
@@ -731,8 +704,7 @@ def paged_prefill_attention(
         TypeError, ValueError, UnsupportedDeviceError: as ``paged_decode_attention``.
 
     Numerics:
-        As ``paged_decode_attention``: fp32 accumulation and softmax, weights rounded to the
-        cache's dtype before the product with V. Tier B.
+        As ``paged_decode_attention``; tier B.
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
@@ -740,7 +712,7 @@ def paged_prefill_attention(
         full heads take a kernel for sm_90: one for either kind.
 
     Source:
-        arXiv:2205.14135, as in the module docstring.
+        arXiv:2205.14135.
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,

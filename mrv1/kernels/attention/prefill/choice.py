@@ -18,30 +18,23 @@ from mrv1.kernels._base.arithmetic import next_power_of_2
 from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
 
-MIN_DOT_ROWS = 16
-"""Fewest rows that ``tl.dot`` accepts."""
-
+MIN_DOT_ROWS = 16  # fewest rows that ``tl.dot`` accepts
 MAX_SPLITS = 16
 """Most programs per tile: the last program to finish reads the partial results of the others."""
-
 PROGRAMS_PER_SM = 2
 """Programs that run at the same time on a multiprocessor, where programs share tiles."""
-
-ANY_QUERY_LEN = 1 << 24
-"""Longer than every query: for one choice, whatever the batch."""
+ANY_QUERY_LEN = 1 << 24  # longer than every query: for one choice, whatever the batch
 FOLDED_ROWS = 32
-"""Rows of a deterministic tile, whose registers hold its piece and the pieces before it; Hopper
+"""Rows of a deterministic tile, whose registers hold its piece and the pieces before; Hopper
 holds twice as many, as its scores need no registers for operands."""
 
-WARP_GROUP_CAPABILITY = (9, 0)
-WARP_GROUP_ROWS = 128
-"""GPUs, and rows of a tile, of the kernels of warp groups."""
+WARP_GROUP_CAPABILITY = (9, 0)  # GPUs of the kernels of warp groups
+WARP_GROUP_ROWS = 128  # rows of their tiles
 WARP_GROUP_TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 """head_dim -> keys of a tile, and tiles of K and of V that they have in shared memory, which take
 112, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys) / 2
 accumulators of output and scores, and the weights."""
-COPY_BYTES = 16
-"""Alignment of what a bulk copy reads."""
+COPY_BYTES = 16  # alignment of what a bulk copy reads
 
 Division = Literal["tiles", "keys", "queue"]
 """How a launch is divided among programs: a tile each, a tile's keys, or tiles from a queue."""
@@ -54,8 +47,7 @@ class PrefillLayer(NamedTuple):
     """What the prefills of a layer have in common."""
 
     layout: KVLayout
-    dtype: torch.dtype
-    """Of the queries."""
+    dtype: torch.dtype  # of the queries
     page_format: PageFormat
     num_q_heads: int
 
@@ -69,10 +61,8 @@ class PrefillLayer(NamedTuple):
 class PrefillAttentionConfig:
     """Launch choices of one prefill attention."""
 
-    tile_rows: int
-    """(query, query head) rows per program, a power of two >= 16."""
-    tile_tokens: int
-    """Keys per step of a program."""
+    tile_rows: int  # (query, query head) rows per program, a power of two >= 16
+    tile_tokens: int  # keys per step of a program
     num_warps: int
     num_stages: int
     max_registers: int | None = None
@@ -87,14 +77,9 @@ class PrefillAttentionConfig:
         has_window: bool = False,
         has_offsets: bool = False,
     ) -> PrefillAttentionConfig:
-        """Return the configuration of the first row of ``CONFIGS`` that holds.
+        """Return the first row of ``CONFIGS`` that holds; ``capability`` None = AMD.
 
-        Args:
-            head_dim: of the cache.
-            dtype: see ``PageFormat.product_dtype``.
-            capability: the GPU's compute capability, None = AMD.
-            has_window: whether some head has a window.
-            has_offsets: whether queries have ranges of keys.
+        ``dtype`` is a ``PageFormat.product_dtype``; ``has_offsets``: queries have ranges of keys.
         """
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(tile_rows=256, tile_tokens=128, num_warps=1, num_stages=1)
@@ -147,8 +132,7 @@ class ConfigRow(NamedTuple):
 _AMD, _HOPPER, _ANY = (None,), (WARP_GROUP_CAPABILITY,), None
 _BIG = ((9, 0), (10, 0), (10, 3))
 """Compute capabilities with 227 KiB of shared memory per program; others have 64 to 163."""
-_ANY_DIM = 1 << 30
-"""More than every head dimension."""
+_ANY_DIM = 1 << 30  # more than every head dimension
 
 CONFIGS = (
     # (rows and keys of a tile, warps, stages[, registers])
@@ -182,23 +166,19 @@ CONFIGS = (
 class WarpGroupKernel:
     """A row of ``KERNELS``: a kernel of warp groups, and the launches for which it is faster.
 
-    It computes the full heads, of which there must be some; the streaming heads get a launch of
-    the portable kernel. It copies whole pages in bulk, so a page must be contiguous and start at a
-    multiple of ``head_dim`` elements. Its programs take longer to start than the portable ones.
+    It computes the full heads; streaming heads get a launch of the portable kernel. It copies
+    whole pages in bulk, so a page must be contiguous and start at a multiple of ``head_dim``
+    elements. Its programs take longer to start than the portable ones.
     """
 
-    module: str
-    """Its module in this folder."""
-    dtypes: tuple[torch.dtype, ...]
-    """Of the pages' elements; the queries have 16 bits."""
+    module: str  # its module in this folder
+    dtypes: tuple[torch.dtype, ...]  # of the pages' elements; the queries have 16 bits
     head_dims: tuple[int, ...]
     divisions: tuple[Division, ...]
     max_odd_group: int = 0
     """Most query heads per KV head that do not divide a tile's rows: so many fill most of them."""
-    min_rows: int = 0
-    """Fewest queries of the longest chunk, times the query heads of a KV head."""
-    min_queries: int = 0
-    """Fewest queries of the longest chunk."""
+    min_rows: int = 0  # fewest queries of the longest chunk, times the query heads of a KV head
+    min_queries: int = 0  # fewest queries of the longest chunk
 
     def runs(self, layer: PrefillLayer) -> bool:
         """Return whether device, pages and heads have the form that the kernel takes."""
@@ -216,11 +196,9 @@ class WarpGroupKernel:
 
 
 _OF_16_BITS = partial(
-    WarpGroupKernel,
-    dtypes=(torch.float16, torch.bfloat16),
-    head_dims=tuple(WARP_GROUP_TILES),
-    max_odd_group=32,
-)
+    WarpGroupKernel, dtypes=(torch.float16, torch.bfloat16),
+    head_dims=tuple(WARP_GROUP_TILES), max_odd_group=32,
+)  # fmt: skip
 KERNELS = (
     # Speeds relative to the portable kernel, on an H200, heads of 128 dimensions.
     # 1.3 to 2.4 from 256 rows on, the fewest that were measured.
@@ -268,8 +246,8 @@ class PrefillSplits:
     """
 
     num_splits: int
-    """Most programs per tile; fewer where a program would have under ``MIN_SPLIT_STEPS`` steps.
-    1 = tiles are not divided: programs take whole ones from a queue."""
+    """Most programs per tile; fewer where one would have under ``MIN_SPLIT_STEPS`` steps. 1 =
+    tiles are not divided: programs take whole ones from a queue."""
     num_programs: int
     """Programs of all tiles together: the more tiles a batch has, the fewer programs each gets."""
     states: torch.Tensor | None
@@ -342,13 +320,11 @@ class PrefillSplits:
         num_pairs = num_tiles * layout.num_kv_heads
         counters = torch.zeros(num_pairs + 1, dtype=torch.int32, device=device)
         return cls(
-            num_splits=num_splits,
-            num_programs=num_programs,
+            num_splits=num_splits, num_programs=num_programs,
             states=torch.empty(*shape, layout.head_dim, device=device),
             states_lse=torch.empty(shape, device=device),
-            arrivals=counters[:num_pairs],
-            ticket=counters[num_pairs:],
-        )
+            arrivals=counters[:num_pairs], ticket=counters[num_pairs:],
+        )  # fmt: skip
 
 
 def choose_config(
@@ -391,11 +367,7 @@ def choose_launch(
 ) -> LaunchChoice:
     """Return the choice for a launch; no choice comes back as queries or tokens grow.
 
-    Args:
-        layer: whose launch it is.
-        split_layer: the layer for which ``PrefillSplits.allocate`` makes the launch's splits.
-        max_query_len: as in ``paged_prefill_attention``.
-        num_tokens: rows of ``q``.
+    The launch's splits are those that ``PrefillSplits.allocate`` makes for ``split_layer``.
     """
     division: Division = "queue" if _has_queue(split_layer) else "tiles"
     if _choose_num_splits(split_layer, max_query_len, num_tokens) > 1:
@@ -413,13 +385,8 @@ def prefills_of_each(
 ) -> list[list[int]]:
     """Return lengths of prompts, a list a launch, so that every kernel is launched.
 
-    Args:
-        choice: what decides on the kernels, of the queries of the longest prompt and the tokens
-            of all: a ``LaunchChoice``, or those of several layouts.
-        shortest: fewest queries of a batch's longest prompt.
-        max_query_len: most queries of a prompt.
-        max_reqs: most prompts.
-        max_tokens: most tokens of all.
+    ``choice`` tells the kernels from the queries of the longest prompt, ``shortest`` at least, and
+    the tokens of all: a ``LaunchChoice``, or those of several layouts.
     """
 
     def most_tokens(longest: int) -> int:
@@ -453,11 +420,10 @@ def least_of_each(choice: Callable[[int], object], first: int, last: int) -> lis
 def prefills_decodes_too(layer: PrefillLayer, max_query_len: int, num_tokens: int) -> bool:
     """Return whether one prefill launch is the faster one for a step's decodes and prefills.
 
-    It is where programs take tiles from a queue: a tile with one query of a decode is computed in
-    0.7 of the time in which an H100's memory brings its keys, and that time passes beside the
-    products of other tiles. On an H100 one launch took 0.95 to 1.00 of the time of a decode and a
-    prefill launch one after the other, and up to 1.9 times that time from an fp8 cache, whose
-    codes are converted for all 128 rows of a tile.
+    It is where programs take tiles from a queue: a decode's tile is computed in 0.7 of the time in
+    which an H100's memory brings its keys, beside the products of other tiles. On an H100 one
+    launch took 0.95 to 1.00 of the time of a decode launch and a prefill launch, and up to 1.9
+    times that from an fp8 cache, whose codes are converted for all 128 rows of a tile.
     """
     choice = choose_launch(layer, layer, max_query_len, num_tokens)
     is_queued = choice.kernel is not None and choice.division == "queue"
@@ -492,13 +458,7 @@ def division_of(splits: PrefillSplits | None, q: torch.Tensor) -> Division:
 
 
 def check_splits(splits: PrefillSplits | None, q: torch.Tensor, deterministic: bool) -> None:
-    """Raise unless ``splits`` is None or was allocated for the rows and heads of ``q``.
-
-    Raises:
-        TypeError: ``splits`` is neither ``PrefillSplits`` nor None.
-        ValueError: ``splits`` was allocated for other shapes or on another device, or is given
-            with ``deterministic``.
-    """
+    """Raise unless ``splits`` is None, or not ``deterministic`` and of ``q``'s rows and heads."""
     if splits is None:
         return
     if deterministic:

@@ -1,12 +1,9 @@
 """Paged prefill attention for Hopper (sm_90): one tile of queries a program, or shared by several.
 
-The same attention as ``attention``, which launches this kernel where ``choice.KERNELS``
-allows: for the full heads, with causal masks, of 16-bit caches of contiguous pages of 64, 128 or
-256 dimensions; with ``hopper_fp8``, of caches of e4m3 codes of 128. ``warp_groups`` tells how a
-program works.
-
-Where there are few tiles, several programs share the keys of each; the last one to finish merges
-their partial results.
+``attention`` launches this kernel where ``choice.KERNELS`` allows: for full heads with causal
+masks, of 16-bit caches of contiguous pages of 64, 128 or 256 dimensions; with ``hopper_fp8``, of
+e4m3 codes of 128. ``warp_groups`` tells how a program works. Where there are few tiles, several
+programs share the keys of each; the last one to finish merges their partial results.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ from mrv1.kernels.attention.prefill.warp_groups import (
 from mrv1.kernels.cache.kv_scales import KVScales
 
 SCAN_BLOCKS = gl.constexpr(1024)
-MERGED_ROWS = gl.constexpr(16)
-"""Rows that are merged at a time, so that they fit registers."""
+MERGED_ROWS = gl.constexpr(16)  # rows that are merged at a time, so that they fit registers
 WIDE_VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
@@ -226,8 +222,7 @@ def _prefill_hopper_kernel(
                 _merge_tile(outputs, num_tokens, splits, tile, DIM)
 
 
-MIN_SHARED_TILES = 4
-"""Tiles of a program that shares a query tile's keys with others, at least."""
+MIN_SHARED_TILES = 4  # tiles of a program that shares a query tile's keys with others, at least
 
 
 def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | None) -> None:
@@ -240,17 +235,9 @@ def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | N
         parts = (splits.states, splits.states_lse, splits.arrivals, splits.num_splits, num_sharing)
     tile = WARP_GROUP_TILES[call.layout.head_dim] if scales is None else hopper_fp8.TILE
     launch_kernel(
-        _prefill_hopper_kernel,
-        (num_programs,),
-        *call.outputs(),
-        *parts,
-        call.q.shape[0],
-        *with_strides(call.q),
-        *call.caches(wg.describe),
-        *hopper_fp8.scale_arguments(scales, call.layout.block_size),
-        call.layout.num_kv_heads,
-        *call.batch(),
-        **call.constexprs(tile),
-        MIN_TILES=MIN_SHARED_TILES,
-        num_warps=4,
-    )
+        _prefill_hopper_kernel, (num_programs,),
+        *call.outputs(), *parts, call.q.shape[0], *with_strides(call.q),
+        *call.caches(wg.describe), *hopper_fp8.scale_arguments(scales, call.layout.block_size),
+        call.layout.num_kv_heads, *call.batch(), **call.constexprs(tile),
+        MIN_TILES=MIN_SHARED_TILES, num_warps=4,
+    )  # fmt: skip

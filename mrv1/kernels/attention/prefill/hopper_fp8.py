@@ -4,7 +4,7 @@ For scales of any granularity. A program has one group more than ``warp_groups``
 
     producer, 1 warp       copies codes of K and V: one bulk copy (TMA) a page
     converter, 4 warps     reads scales, widens codes to fp16
-    consumers              as before, on fp16 keys and values
+    consumers              as there, on fp16 keys and values
 
 fp16 holds every code exactly, and a bf16 query divided by a power of two. Scales stay out of the
 products: a key's K scale multiplies its scores, and its V scale is part of its weights, because
@@ -15,9 +15,8 @@ the logarithm of the V scale is added to the scores::
     out[i]       = sum_k weight[i, k] V[k] / sum_k weight[i, k] inverse[k]
                                                           inverse = 1 / V scale
 
-A key without a page has the bias -inf and the inverse 0, hence no weight. Instructions seem to
-limit the kernel, not bandwidth: five versions of it took longer on an H200 the more instructions a
-tile had. So no product takes the V scales in; the bias comes with the factor.
+A key without a page has the bias -inf and the inverse 0, hence no weight. Instructions limit the
+kernel, not bandwidth: five versions took longer on an H200 the more instructions a tile had.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ from mrv1.kernels.cache.kv_scales import KVScales
 TILE = (128, 2)
 """Keys of a tile, and tiles of fp16 keys and values in shared memory: 2 * (32 + 32) KiB, and 32
 KiB of queries."""
-SLOTS = gl.constexpr(3)
-"""Tiles of codes in shared memory, of K and V in turns: 3 * 16 KiB."""
+SLOTS = gl.constexpr(3)  # tiles of codes in shared memory, of K and V in turns: 3 * 16 KiB
 COLUMN_STAGES = gl.constexpr(3)
 """Tiles of factors, biases and inverses. When the keys of a tile are free, its columns are still
 read, but not the columns of the tile before."""
 CONSUMER_REGISTERS = gl.constexpr(208)
 CONVERTER_REGISTERS = gl.constexpr(56)
-PRODUCER_REGISTERS = gl.constexpr(40)
-"""With two consumers 512 in all, a multiprocessor's 65,536."""
+PRODUCER_REGISTERS = gl.constexpr(40)  # with two consumers: 512 in all, a multiprocessor's 65,536
 CLEARED_ROWS = gl.constexpr(32)
 """Rows of values that are cleared at a time, so that they fit the converter's registers."""
 LIFT = gl.constexpr(14)
@@ -125,20 +122,15 @@ def _widened(codes):
         cvt.rn.f16x2.e4m3x2 $0, low;
         cvt.rn.f16x2.e4m3x2 $1, high;
         }""",
-        "=r,=r,r",
-        [codes],
-        dtype=gl.float16,
-        is_pure=True,
-        pack=4,
-    )
+        "=r,=r,r", [codes], dtype=gl.float16, is_pure=True, pack=4,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _query_exponent(sizes):
     """Return the biased exponent of the program's largest finite query element (bf16).
 
-    Queries are divided by that power of two, so that fp16 holds them; an element that underflows
-    is at most 2^-39 of the largest.
+    Divided by that power of two, elements that underflow in fp16 are at most 2^-39 of the largest.
     """
     first = gl.max(sizes.index(0).load(VECTOR), 0)
     largest = gl.maximum(first, gl.max(sizes.index(1).load(VECTOR), 0))

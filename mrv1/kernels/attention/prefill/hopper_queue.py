@@ -1,9 +1,9 @@
 """Paged prefill attention for Hopper (sm_90) by programs that stay and take tiles from a queue.
 
-The attention of ``hopper`` for 16-bit caches. There a program computes one tile, and nothing
-overlaps its first loads and its last stores: about 5 us of 15 for a prompt of 2,048 tokens. Here
-each multiprocessor has one program with a group of warps more than ``warp_groups`` tells, and all
-go through the same tiles, each at its own pace::
+As ``hopper`` for 16-bit caches, where nothing overlaps a program's first loads and last stores:
+about 5 us of 15 for a prompt of 2,048 tokens. Here each multiprocessor has one program with a
+group of warps more than ``warp_groups`` tells, and all go through the same tiles, each at its own
+pace::
 
     scheduler, 1 warp      takes the next tile from a counter and describes it
     producer, 1 warp       queries, and K and V pages, as stages become free
@@ -41,15 +41,12 @@ from mrv1.kernels.attention.prefill.warp_groups import (
     ROWS,
 )
 
-L2_BYTES = gl.constexpr(1 << 25)
-"""Keys and values that stay in the L2 cache."""
+L2_BYTES = gl.constexpr(1 << 25)  # keys and values that stay in the L2 cache
 SCAN_BLOCKS = gl.constexpr(512)
 WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WIDE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-SLOTS = gl.constexpr(2)
-"""Items in shared memory: the one in work and the next one."""
-FIELDS = gl.constexpr(13)
-"""int32 numbers of an item."""
+SLOTS = gl.constexpr(2)  # items in shared memory: the one in work and the next one
+FIELDS = gl.constexpr(13)  # int32 numbers of an item
 
 
 @gluon.constexpr_function
@@ -335,14 +332,9 @@ def launch(call: PrefillCall, splits: PrefillSplits) -> None:
     """Launch the kernel, whose programs count in ``splits``."""
     is_boxed = ROWS.value % call.group == 0
     launch_kernel(
-        _prefill_queue_kernel,
-        (min(call.num_pairs, device_info(call.q.device).num_sms),),
-        *call.outputs(),
-        splits.ticket,
+        _prefill_queue_kernel, (min(call.num_pairs, device_info(call.q.device).num_sms),),
+        *call.outputs(), splits.ticket,
         describe_queries(call.q, call.group) if is_boxed else None,
-        *with_strides(None if is_boxed else call.q),
-        *call.caches(wg.describe),
-        *call.batch(),
-        **call.constexprs(WARP_GROUP_TILES[call.layout.head_dim]),
-        num_warps=4,
-    )
+        *with_strides(None if is_boxed else call.q), *call.caches(wg.describe),
+        *call.batch(), **call.constexprs(WARP_GROUP_TILES[call.layout.head_dim]), num_warps=4,
+    )  # fmt: skip

@@ -8,15 +8,13 @@ have tasks of their own, and signal each other through barriers in shared memory
     consumer 1, 4 warps    rows 64 to 127, on the same keys
 
 While one consumer computes its softmax, the other one multiplies. Keys go from the last tile to
-the first, so that the masked tiles come first and the loop over the others has no mask.
-
-A kernel adds the order of tiles (``hopper``: one a program; ``hopper_queue``: from a queue), and
-``hopper_fp8`` a group of warps that widens codes.
+the first: the masked tiles come first, and the loop over the others has no mask. ``hopper`` and
+``hopper_queue`` add the order of tiles, ``hopper_fp8`` a group of warps that widens codes.
 
 Gluon, not Triton: Triton 3.6 to 3.9 has no way to say which warps copy and which multiply, and
 its own pipelining keeps the two products of a step and the softmax in one order.
 
-Source: FlashAttention-3 (arXiv:2407.08608) for warp groups, and for programs that take tiles as
+Source: FlashAttention-3 (arXiv:2407.08608) for warp groups and for programs that take tiles as
 they end; Triton's Gluon example of attention for channels as aggregates.
 """
 
@@ -40,8 +38,7 @@ from mrv1.kernels.attention.prefill.choice import WARP_GROUP_ROWS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(WARP_GROUP_ROWS)
-"""(query, query head) rows of a program: 64 for each consumer."""
+ROWS = gl.constexpr(WARP_GROUP_ROWS)  # (query, query head) rows of a program: 64 for each consumer
 CONSUMER_REGISTERS = gl.constexpr(232)
 """Registers of a consumer's thread: accumulators of scores and output, and weights."""
 PRODUCER_REGISTERS = gl.constexpr(40)
@@ -108,8 +105,8 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 class Channel:
     """Tiles in shared memory that one group of warps fills in turns, and others read.
 
-    The ``at``-th tile of a program is in stage ``at % STAGES``. Who fills it waits until it is
-    free, that is until all readers of the tile before in its stage have released that.
+    The ``at``-th tile of a program is in stage ``at % STAGES``, which is free once all readers of
+    the tile before in it have released that.
     """
 
     tiles: gl.shared_memory_descriptor
