@@ -200,7 +200,7 @@ class DecodePlan:
     states_lse: torch.Tensor
     """[max_items, rows] float32 scratch: their log-sum-exps, to base 2."""
     arrivals: torch.Tensor
-    """[max_items] int32: pieces of a group that are stored; 0 between launches; empty likewise."""
+    """[max_items] int32: stored pieces of a group; 0 between launches; empty like ``states``."""
     read_early: bool
     """Whether attention may read plan, block table and layout before the previous kernel's end."""
 
@@ -232,10 +232,10 @@ class DecodePlan:
             num_kv_splits: as in ``paged_decode_attention``.
             deterministic: as in ``paged_decode_attention``.
             read_early: whether attention may read plan, block table and layout while the previous
-                launch still runs. The caller promises that this launch, wherever the plan is used,
-                writes none of the three and lets the next one start only after its own wait for
-                earlier launches: ``qkv_cache_write`` does, ``linear`` does not. Saves 0.5 to 0.9
-                us a layer with short contexts (H200); no effect where launches do not overlap.
+                launch still runs. The caller promises that the previous launch, wherever the plan
+                is used, writes none of the three and lets the next one start only after its own
+                wait for earlier launches: ``qkv_cache_write`` does, ``linear`` does not. Saves 0.5
+                to 0.9 us a layer with short contexts (H200); no effect without overlap.
 
         Raises:
             ValueError: options out of range or in conflict, or more segments than a plan holds.

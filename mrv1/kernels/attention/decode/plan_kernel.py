@@ -92,6 +92,7 @@ def _fits(size, tiles, heads, max_items, most_items):
     """Return whether pieces of ``size`` tiles give at most ``max_items`` items.
 
     And at most ``most_items``, where short segments together count as (their tiles / size) items.
+    ``heads`` segments have ``tiles`` each.
     """
     is_short = _is_short(tiles, size)
     pieces = heads * _pieces(tiles, size)  # short segments: one each

@@ -15,8 +15,8 @@ the logarithm of the V scale is added to the scores::
     out[i]       = sum_k weight[i, k] V[k] / sum_k weight[i, k] inverse[k]
                                                           inverse = 1 / V scale
 
-A key without a page has the bias -inf and the inverse 0, hence no weight. Instructions limit the
-kernel, not bandwidth: five versions took longer on an H200 the more instructions a tile had.
+A key without a page has the bias -inf and the inverse 0, hence no weight. Instructions seem to
+limit the kernel, not bandwidth: on an H200 five versions took longer the more a tile had.
 """
 
 from __future__ import annotations
