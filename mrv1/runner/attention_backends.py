@@ -29,10 +29,7 @@ _INSTEAD = "choose attention_backend='triton'"
 
 
 def select_backend(
-    name: AttentionBackendName,
-    model: DecoderModel,
-    spec: CacheSpec,
-    layouts: Sequence[KVLayout],
+    name: AttentionBackendName, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]
 ) -> AttentionBackend:
     """Return the backend ``name``; no other backend ever replaces it.
 

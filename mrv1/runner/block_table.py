@@ -26,11 +26,7 @@ class BlockTables:
         return {"block_table": Field(width=sum(group.width for group in groups))}
 
     def __init__(
-        self,
-        slots: SlotState,
-        max_num_reqs: int,
-        groups: Sequence[HeadGroup],
-        block_size: int,
+        self, slots: SlotState, max_num_reqs: int, groups: Sequence[HeadGroup], block_size: int
     ) -> None:
         self.groups = tuple(groups)
         table = slots["block_table"]

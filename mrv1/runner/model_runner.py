@@ -203,7 +203,6 @@ class ModelRunner:
         return torch.cuda.device(self.device)
 
     # --- one step -------------------------------------------------------------------------
-
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step and return before the device is done.
 
@@ -379,7 +378,6 @@ class ModelRunner:
         return output
 
     # --- what a step is given -------------------------------------------------------------
-
     @property
     def captures_graphs(self) -> bool:
         """Whether steps run as CUDA graphs."""
@@ -409,7 +407,6 @@ class ModelRunner:
         self.block_tables.keep_ids(listener is not None)
 
     # --- memory and weights ---------------------------------------------------------------
-
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are asleep."""
@@ -490,7 +487,6 @@ class ModelRunner:
             torch.cuda.synchronize(self.device)
 
     # --- reports --------------------------------------------------------------------------
-
     @property
     def num_staging_waits(self) -> int:
         """How often a launch waited for the older step that used the same pinned buffers."""

@@ -30,13 +30,7 @@ import torch.multiprocessing
 
 from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.device import resolve_device
-from mrv1.errors import (
-    CapacityError,
-    ConfigError,
-    RequestError,
-    StepError,
-    UnsupportedDeviceError,
-)
+from mrv1.errors import CapacityError, ConfigError, RequestError, StepError, UnsupportedDeviceError
 from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
@@ -156,10 +150,7 @@ class Gloo:
     def context(self) -> ParallelContext:
         """This rank and its collectives."""
         return ParallelContext(
-            rank=self.rank,
-            size=self.size,
-            all_reduce=self.all_reduce,
-            all_gather=self.all_gather,
+            rank=self.rank, size=self.size, all_reduce=self.all_reduce, all_gather=self.all_gather
         )
 
 
@@ -392,9 +383,7 @@ def _sendable(plan: StepPlan) -> StepPlan:
         return replace(request, sampling_params=params)
 
     return replace(
-        plan,
-        new=tuple(map(stripped, plan.new)),
-        resumed=tuple(map(stripped, plan.resumed)),
+        plan, new=tuple(map(stripped, plan.new)), resumed=tuple(map(stripped, plan.resumed))
     )
 
 

@@ -10,11 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import MAX_DRAFTS
-from mrv1.kernels.step.contracts import (
-    MROPE_SPAN_WORDS,
-    RUNNING,
-    RequestSlots,
-)
+from mrv1.kernels.step.contracts import MROPE_SPAN_WORDS, RUNNING, RequestSlots
 from mrv1.models.vision import VisionConfig
 from mrv1.multimodal.mrope import mrope_positions
 from mrv1.runner.slot_state import Field, SlotState

@@ -12,12 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from mrv1.errors import CapacityError, ConfigError
-from mrv1.models import (
-    NamedTensors,
-    checked_update,
-    checkpoint_tensors,
-    copy_weights,
-)
+from mrv1.models import NamedTensors, checked_update, checkpoint_tensors, copy_weights
 from mrv1.runner.device_memory import release_cached_memory
 from mrv1.runner.device_step import DeviceStep
 

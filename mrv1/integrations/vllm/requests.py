@@ -127,7 +127,6 @@ class Requests:
         self._last = None
 
     # --- entering and leaving -----------------------------------------------------------------
-
     def _new(self, new: NewRequestData, new_block_ids: dict[int, Tokens]) -> SlotRequest:
         """Return the admission of a request that is new, or that comes back in this form."""
         if new.prompt_token_ids is None or new.sampling_params is None:
@@ -218,7 +217,6 @@ class Requests:
             known.slot = None
 
     # --- plans ---------------------------------------------------------------------------------
-
     def _steady(self, last: Step, new_block_ids: dict[int, Tokens]) -> Step:
         """Return the step in which the rows of ``last`` compute the tokens that it draws."""
         before = last.plan

@@ -109,10 +109,7 @@ class StreamingManager(SlidingWindowManager):  # type: ignore[misc]
             self.req_to_blocks[request_id][: len(sinks)] = sinks
 
     def remove_skipped_blocks(
-        self,
-        request_id: str,
-        processed_computed_tokens: int,
-        num_prompt_tokens: int | None = None,
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
         """Free the blocks between the sink and the window of the next token."""
         self._remove_blocks_in_range(

@@ -77,7 +77,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """What the connector says of the step that was launched last."""
 
     # --- start ---------------------------------------------------------------------------------
-
     def init_device(self) -> None:
         """Choose the device, and set up vLLM's process groups, which its executors use.
 
@@ -203,7 +202,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return CompilationTimes(language_model=self._warm_up_seconds, encoder=0.0)
 
     # --- steps ---------------------------------------------------------------------------------
-
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Launch the step; with token masks only its layers. StepError: the launch failed.
 
@@ -263,7 +261,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
             torch.cuda.synchronize(self.device)
 
     # --- memory and weights --------------------------------------------------------------------
-
     def sleep(self, level: int = 1) -> None:
         """Sleep as ``ModelRunner.sleep``; ConfigError if a KV connector knows the memory."""
         if self._transfer is not None:
@@ -298,7 +295,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._runner.update_weights(Checkpoint.open(path, progress=False).tensors())
 
     # --- the rest of vLLM's control calls ------------------------------------------------------
-
     def get_model(self) -> DecoderModel:
         """Return mrv1's model, which is no ``torch.nn.Module``."""
         return self._runner.model
