@@ -311,10 +311,6 @@ def _is_choice(value: object) -> bool:
     )
 
 
-def _is_true(value: object) -> bool:
-    return value is True
-
-
 _SCHEMAS = Range("a JSON schema as text or dict", lambda value: isinstance(value, str | Mapping))
 _TEXT = instances(str, "text")
 _CHOICES = Range("texts that are not empty", _is_choice)
@@ -340,7 +336,7 @@ class StructuredOutputsParams:
     """Texts, one of which is the output."""
     grammar: Annotated[str | None, _TEXT] = None
     """Rules in EBNF, which start at the rule ``root``, or in Lark, which start at ``start``."""
-    json_object: Annotated[bool | None, Range("True", _is_true)] = None
+    json_object: Annotated[bool | None, Range("True", lambda value: value is True)] = None
     """True: any JSON object."""
     disable_any_whitespace: bool = False
     """Write JSON without whitespace; else one space or an indented line break may separate."""
@@ -386,7 +382,11 @@ class StructuredOutputsParams:
             RequestError: llguidance is not installed, or cannot compile the text.
         """
         try:
-            compiler = _compiler(tokenizer, vocab_size, stop_token_ids)
+            key = (vocab_size, *(stop_token_ids or ()))
+            compilers = _COMPILERS.setdefault(tokenizer, {})
+            if key not in compilers:
+                compilers[key] = LLGuidance(tokenizer, vocab_size, stop_token_ids=stop_token_ids)
+            compiler = compilers[key]
             if self.regex is not None:
                 return compiler.regex(self.regex)
             if self.choice is not None:
@@ -405,13 +405,3 @@ class StructuredOutputsParams:
 
 _COMPILERS: WeakKeyDictionary[Any, dict[tuple[int, ...], LLGuidance]] = WeakKeyDictionary()
 """Tokenizer -> vocabulary size and stop tokens -> their compiler."""
-
-
-def _compiler(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_token_ids: list[int] | None
-) -> LLGuidance:
-    key = (vocab_size, *(stop_token_ids or ()))
-    compilers = _COMPILERS.setdefault(tokenizer, {})
-    if key not in compilers:
-        compilers[key] = LLGuidance(tokenizer, vocab_size, stop_token_ids=stop_token_ids)
-    return compilers[key]

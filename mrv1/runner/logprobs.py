@@ -207,18 +207,12 @@ def reports_of(
             LogprobReport.of(
                 [wanted[index] for index in to_sort[start : start + size]],
                 drawn[part],
-                partial(_logits_at, logits_of, part),
+                lambda positions, places=part: logits_of(places[positions]),
                 ops,
                 chunk_rows=FILTER_CHUNK,
             )
         )
     return reports
-
-
-def _logits_at(
-    logits_of: Callable[[slice | torch.Tensor], torch.Tensor], places: torch.Tensor, part: slice
-) -> torch.Tensor:
-    return logits_of(places[part])
 
 
 class LogprobReport:

@@ -218,11 +218,6 @@ def _decode_query_len(config: VllmConfig) -> int:
     return length if length <= MAX_QUERY_LEN else 1
 
 
-def _kernel_block_size(block_size: int) -> int:
-    """Return the block size into which vLLM splits its own; it refuses those that it cannot."""
-    return max((size for size in BLOCK_SIZES if block_size % size == 0), default=BLOCK_SIZES[0])
-
-
 class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadata]):  # type: ignore[misc]
     """Prepares each step for the layers of one KV cache group."""
 
@@ -544,7 +539,9 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
         impls = [impl for impl in of_layers if isinstance(impl, Mrv1AttentionImpl)]
         if self is not impls[0]:
             return
-        block_size = _kernel_block_size(config.cache_config.block_size)
+        # vLLM splits its blocks into blocks of this size, and refuses those that it cannot split.
+        fitting = [size for size in BLOCK_SIZES if config.cache_config.block_size % size == 0]
+        block_size = max(fitting, default=BLOCK_SIZES[0])
         kernels = AttentionKernels.of(
             [impl.with_usual_cache(block_size, act_dtype) for impl in impls],
             _batches(config, -(-config.model_config.max_model_len // block_size)),

@@ -46,7 +46,8 @@ class StepResult(AsyncModelRunnerOutput):  # type: ignore[misc]
 def runner_output(step: Step, output: StepOutput) -> ModelRunnerOutput:
     """Return a step's result in vLLM's form."""
     tokens = [*map(list, output.token_ids)]
-    failed = _fail_rows(step, output, tokens) if output.errors or _lacks(step, tokens) else None
+    failed_again = not all(tokens) and any(known.has_failed for known in step.requests)
+    failed = _fail_rows(step, output, tokens) if output.errors or failed_again else None
     return ModelRunnerOutput(
         req_ids=step.req_ids,
         req_id_to_index=step.rows,
@@ -55,11 +56,6 @@ def runner_output(step: Step, output: StepOutput) -> ModelRunnerOutput:
         prompt_logprobs_dict=_prompt_logprobs(step, output),
         num_nans_in_logits=failed,
     )
-
-
-def _lacks(step: Step, tokens: Sequence[Sequence[int]]) -> bool:
-    """Return whether a request that failed in an earlier step has no token again."""
-    return not all(tokens) and any(known.has_failed for known in step.requests)
 
 
 def _fail_rows(step: Step, output: StepOutput, tokens: list[list[int]]) -> dict[str, int]:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -402,10 +403,6 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def _refusing(name: str) -> Callable[[], NoReturn]:
-    return lambda: _refuse(name)
-
-
 REFUSED_CALLS = (
     "add_lora", "remove_lora", "pin_lora", "get_draft_model",
     "update_config", "save_sharded_state",
@@ -425,7 +422,7 @@ ANSWERS: dict[str, Callable[[], object]] = {
     "reset_encoder_cache": lambda: None,
     "reset_mm_cache": lambda: None,
     "take_draft_token_ids": lambda: None,
-    **{name: _refusing(name) for name in REFUSED_CALLS},
+    **{name: partial(_refuse, name) for name in REFUSED_CALLS},
 }
 """Control calls with one answer: no drafts, encoders, adapters, media or passes of vLLM."""
 
