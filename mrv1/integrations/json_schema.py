@@ -95,14 +95,10 @@ _TYPES = {
 
 
 class JsonSchema:
-    """A schema of which every keyword is enforced.
+    """A schema whose every keyword is enforced; RequestError if one cannot be, or it is no JSON.
 
-    Its values are those of ``schema`` (JSON text, or what it is read as), less objects without the
-    property that OpenAPI's ``discriminator`` names. ``closed``: objects that list properties have
-    no others unless the schema says so.
-
-    Raises:
-        RequestError: the schema is not JSON, or it has a keyword that cannot be enforced.
+    Its values are those of ``schema``, less objects without the property that OpenAPI's
+    ``discriminator`` names. ``closed``: no unlisted properties unless the schema says so.
     """
 
     def __init__(self, schema: object, *, closed: bool = False) -> None:

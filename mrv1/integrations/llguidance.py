@@ -59,9 +59,8 @@ class LLGuidance:
         vocab_size: vocabulary size of the model, which may be larger than the tokenizer's.
         stop_token_ids: tokens that may end a complete output; None = the tokenizer's.
 
-    Raises:
-        ConfigError: llguidance is not installed.
-        RequestError: the tokenizer hides the bytes of its tokens, or nothing ends an output.
+    ConfigError: no llguidance. RequestError: the tokenizer hides its bytes, or nothing ends an
+    output.
     """
 
     def __init__(
@@ -97,13 +96,11 @@ class LLGuidance:
         whitespace_pattern: str = WHITESPACE,
         additional_properties: bool = True,
     ) -> LLGuidanceGrammar:
-        """Return the grammar of JSON texts that a schema, a text or dict, allows.
+        """Return the grammar of JSON texts that a schema allows.
 
         ``whitespace_pattern`` matches what may stand between two tokens of JSON;
-        ``additional_properties`` is whether objects have others than listed by default.
-
-        Raises:
-            RequestError: a keyword of the schema is not enforced, or no value is valid.
+        ``additional_properties``: objects may have unlisted ones by default. RequestError: a
+        keyword is not enforced, or no value is valid.
         """
         version = metadata.version("llguidance")
         if [*map(int, version.split(".")[:2])] < [1, 8]:
@@ -143,10 +140,7 @@ class LLGuidance:
         return self._compiled("choice", f"start: TEXT\nTEXT: {terminal}")
 
     def grammar(self, rules: str) -> LLGuidanceGrammar:
-        """Return the grammar of rules: EBNF from the rule ``root``, or Lark from ``start``.
-
-        RequestError: llguidance cannot compile the rules.
-        """
+        """Return that of EBNF from the rule ``root``, or Lark from ``start``, or RequestError."""
         if _EBNF_RULE.search(rules):
             try:
                 rules = _by_character(self._gbnf_to_lark(_plain_ebnf(rules)))

@@ -29,11 +29,9 @@ FAILURES = {-1: RowFailure.MASKED, -2: RowFailure.NAN}
 class OutputRing:
     """A ring of pinned buffers in which kernels store the tokens of each step for the host.
 
-    A slot of the ring belongs to a step from ``acquire`` until the step's ``AsyncOutput`` has read
-    it. If nobody has asked for that result when the next step needs the slot, ``acquire`` has the
-    ``AsyncOutput`` read it then, and waits if the older step still runs (``num_waits`` counts
-    this). The upload in the same slot of ``Staging`` may be overwritten from then on, too. The
-    ring has one slot more than ``depth``, the most steps in flight; rows include padding.
+    A slot belongs to a step from ``acquire`` until the step's ``AsyncOutput`` has read it; if
+    nobody has when the next step needs the slot, ``acquire`` reads it and may wait
+    (``num_waits``). From then on the same slot of ``Staging`` is free, too. Rows include padding.
     """
 
     def __init__(
@@ -67,10 +65,7 @@ class OutputRing:
         return self._next
 
     def views(self, num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (counts, tokens) of every slot, for steps of ``num_rows`` rows with padding.
-
-        Counts are [slots, num_rows] int32, tokens [slots, num_rows, num_columns] int64, dense.
-        """
+        """Return counts [slots, rows] int32 and tokens [slots, rows, columns] int64, dense."""
         tokens = self._tokens[:, : num_rows * num_columns]
         return self._counts[:, :num_rows], tokens.unflatten(1, (num_rows, num_columns))
 

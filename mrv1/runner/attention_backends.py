@@ -44,11 +44,7 @@ def select_backend(
 
 
 def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:
-    """Raise unless FlashInfer supports the model and its cache.
-
-    ConfigError: the dtype, head size, head roles or granularity of scales; else
-    UnsupportedDeviceError.
-    """
+    """Raise ConfigError, or on a CPU UnsupportedDeviceError, unless FlashInfer fits the model."""
     if model.device.type != "cuda":
         raise UnsupportedDeviceError(
             f"attention_backend: flashinfer runs on a GPU, got {model.device}; {_INSTEAD}"
@@ -106,16 +102,14 @@ def head_runs(layout: KVLayout) -> list[HeadRun]:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged wrappers over HND pages, used by one thread only.
+    """FlashInfer's paged wrappers (FlashInfer 0.6) over HND pages, used by one thread only.
 
     Each window and number of heads in a run that has it has a decode and a prefill wrapper. Static
-    scales of an fp8 cache multiply queries and output, so that FlashInfer reads bare codes. A step
-    is planned from lengths on the host, so that nothing is read back; page ids are gathered on the
-    device.
+    scales of an fp8 cache multiply queries and output: FlashInfer reads bare codes. Steps are
+    planned from lengths on the host, so that nothing is read back.
 
     Source:
-        FlashInfer 0.6: ``BatchDecodeWithPagedKVCacheWrapper``,
-        ``BatchPrefillWithPagedKVCacheWrapper``.
+        ``BatchDecodeWithPagedKVCacheWrapper``, ``BatchPrefillWithPagedKVCacheWrapper``.
     """
 
     def __init__(self, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]) -> None:

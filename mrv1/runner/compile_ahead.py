@@ -231,8 +231,7 @@ class AheadCompiler:
     def wait(self, show: Callable[[int, int], object]) -> int:
         """Wait until every kernel is in the cache; return their number.
 
-        ``show`` is called with the kernels done and all. CompilationError: the child or a kernel
-        failed.
+        ``show`` gets the kernels done and all. CompilationError: the child or a kernel failed.
         """
         done = total = 0
         for line in self._reports:
@@ -287,10 +286,7 @@ def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) ->
 
 @contextmanager
 def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
-    """Compile a set while the body runs, unless Triton's cache has it; wait for it at the end.
-
-    If that fails, a warning says why. ``progress`` shows a bar while kernels still compile.
-    """
+    """Compile a set while the body runs; ``progress`` shows a bar; a failure is a warning."""
     compiler = start_compiling(kernels, kernels.config.compile_processes)
     if compiler is None:
         yield

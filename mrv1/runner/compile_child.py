@@ -1,7 +1,6 @@
-"""What the process runs that compiles a runner's kernels (``compile_ahead``); nobody imports it.
+"""The process that compiles a runner's kernels (``compile_ahead``); nobody imports it.
 
-It builds the runner for a stand-in GPU, on which every tensor has only a shape and every launch
-leaves a note of its kernel, and so walks through the runner's own start: profile, graphs, warm-up.
+The runner's own start (profile, graphs, warm-up) runs on a stand-in GPU, which records kernels.
 """
 
 from __future__ import annotations

@@ -35,17 +35,13 @@ def prompt_sizes(max_num_tokens: int) -> list[int]:
 class StepGraphs:
     """Captured steps. All graphs share one pool of memory, because only one runs at a time.
 
-    Everything that a graph reads or writes stays where it was at capture: the runner's state,
-    caches, weights, the fetched upload and the ring of outputs. A decode step is padded to one of
+    What a graph reads or writes stays where it was at capture. A decode step is padded to one of
     ``decode_sizes``. Each size has a graph of the whole step, one that ends before the logits with
     a graph for each ``Tail`` that may follow, and with drafts one in which rows have up to
     ``max_drafts``. A graph with prompts has room for 0, ``SMALL_DECODE`` or all rows of one token,
     which come first, and then for one of ``prompt_sizes`` prompt tokens. It ends before the
-    logits, as its launch takes little of its time: any sampling may follow, as a graph or kernel
-    by kernel.
-
-    ``max_query_len`` and ``max_drafts`` (0 = no graph has any) are the most tokens and drafts of a
-    row.
+    logits, as its launch takes little of its time: any sampling may follow. ``max_query_len`` is
+    the most tokens of a row.
     """
 
     def __init__(
@@ -178,8 +174,7 @@ class StepGraphs:
     def replay(self, shape: StepShape) -> Forwarded | None:
         """Launch the graph of a captured shape on the current stream.
 
-        Returns the sampler's input if the graph does not sample, valid until another graph but its
-        tail.
+        Returns what ``sample`` needs, unless the graph samples, until a graph but its tail runs.
         """
         graph, forwarded = self._graphs[shape]
         graph.replay()

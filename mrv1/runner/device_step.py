@@ -265,10 +265,7 @@ class DeviceStep:
         return max(self.config.max_num_seqs, LOGITS_CHUNK)
 
     def new_kv_cache(self, num_blocks: Sequence[int] | None = None) -> KVCache:
-        """Return a cache with these blocks of each head group; None = one, for steps of padding.
-
-        CapacityError if it does not fit.
-        """
+        """Return a cache with these blocks of each head group, None = one; or CapacityError."""
         blocks = [1] * len(self.head_groups.groups) if num_blocks is None else num_blocks
         return KVCache(self.spec, self.head_groups, blocks, self.device, self._head_scales)
 
@@ -356,8 +353,7 @@ class DeviceStep:
     ) -> tuple[Sequence[LogprobReport | StoredLogprobs], bool]:
         """Launch the sampling after the layers, as a graph if one does all that is asked for.
 
-        Returns the log-probabilities and whether a graph ran; arguments as of
-        ``ModelRunner.sample``.
+        Returns the log-probabilities and whether a graph ran.
         """
         slot, tail = self.outputs.next_slot, None
         if rows.is_captured and self.logprobs.has(wanted):
@@ -384,9 +380,8 @@ class DeviceStep:
     ) -> list[LogprobReport]:
         """Draw a token for each row that samples, append it, and find the requests that stop.
 
-        ``batch`` and ``hidden`` are from ``forward``; ``wanted`` is in the order of the rows;
-        ``masks`` needs a step without drafts; ``stores_logprobs`` a decode step, all of whose rows
-        are stored.
+        ``wanted`` is in the order of the rows; steps with drafts have no ``masks``;
+        ``stores_logprobs`` lets a decode step store those of all rows.
         """
         shape, staged = batch.shape, batch.staged
         if shape.has_drafts:

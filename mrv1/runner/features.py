@@ -1,8 +1,7 @@
 """Features of images, video and audio on the device, in place of the embeddings of some tokens.
 
-The buffer does not move while the runner is awake, so that CUDA graphs can read it. The scheduler
-says which rows of it an item gets and when (``StepPlan.staged_features``). All copies go to the
-stream of the steps, each before its step: a row is overwritten after the older steps that read it.
+The buffer stays in place, for CUDA graphs. The scheduler says which rows an item gets and when.
+Copies go to the stream of the steps: a row is overwritten after the older steps that read it.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ NO_SOURCE = -1
 class FeatureBuffer:
     """Rows of features on the device, and the items of the requests that have yet to read them.
 
-    Rows have memory from the start if their bytes are configured or the model has a vision encoder
-    (CapacityError if it does not fit); else from the first item on. The fields of ``slots``
-    include ``fields(config)``.
+    They have memory from the start if configured or the model has a vision encoder (or
+    CapacityError), else from the first item on; ``slots`` have ``fields(config)``.
     """
 
     @staticmethod
@@ -182,9 +180,8 @@ class FeatureBuffer:
     ) -> int:
         """Add to the upload which tokens of the step have features, and which rows.
 
-        ``num_before`` are each row's tokens computed before. Returns how many of the batch's first
-        tokens have a source in the upload; 0 = none has features. ValueError: a token's features
-        were not staged.
+        Returns how many of the first tokens have a source, 0 = none; ``num_before`` are each row's
+        computed tokens. ValueError: a token's features were not staged.
         """
         first_tokens = rows.first_tokens
         pieces: list[tuple[int, Int32Array]] = []

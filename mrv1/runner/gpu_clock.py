@@ -10,10 +10,8 @@ import torch
 class GpuClock:
     """Sums the time from each launch that finds the GPU idle to the end of the steps that follow.
 
-    While steps follow each other without a gap, only their end events are recorded, which the host
-    needs anyway; ``seconds`` computes the time. A gap before a step that was being launched when
-    the older one ended counts as work. ``ends`` has an event with timing for each slot of the
-    steps' ring.
+    Only the steps' end events are needed, one with timing in ``ends`` for each slot of their ring.
+    A gap shorter than the launch that follows it counts as work.
     """
 
     def __init__(self, ends: Sequence[torch.cuda.Event]) -> None:

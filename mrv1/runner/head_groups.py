@@ -17,11 +17,10 @@ def resolve_policy(
     *,
     is_checkpoint: bool,
 ) -> HeadPolicy:
-    """Return which tokens each KV head of a model sees.
+    """Return which tokens each KV head of a model sees; ConfigError if it is unreadable or unfit.
 
-    That is ``given``, else the configured policy, else that of the checkpoint ``config.model`` if
-    the model comes from it, else all that its layer sees. ConfigError: it is unreadable or does
-    not fit.
+    ``given``, else as configured, else of the checkpoint if the model is its, else all of its
+    layer.
     """
     windows, num_kv_heads = model_config.layer_windows, model_config.num_kv_heads
     policy = given

@@ -96,10 +96,7 @@ def tell(
     device: torch.device,
     *layers: int,
 ) -> None:
-    """Tell ``listener`` of layers written on the current stream, with one event for all.
-
-    RuntimeError: the listener raised an exception, which is the cause.
-    """
+    """Tell ``listener`` of written layers with one event; RuntimeError if the listener raised."""
     event = None
     if device.type == "cuda":
         event = torch.cuda.Event()

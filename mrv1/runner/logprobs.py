@@ -102,12 +102,9 @@ class PromptPart(NamedTuple):
 def rows_of(
     wanted: Sequence[Wanted], num_columns: int, device: torch.device
 ) -> slice | torch.Tensor:
-    """Return the rows that ``wanted`` needs, ``num_columns`` for each row of the step.
-
-    Leading rows are a slice: a copy would be a large part of the logits.
-    """
+    """Return the rows, ``num_columns`` each, that ``wanted`` needs; a slice if first."""
     rows = [each.device_row for each in wanted]
-    if rows == list(range(len(rows))):
+    if rows == list(range(len(rows))):  # a copy would be a large part of the logits
         return slice(len(rows) * num_columns)
     first = torch.tensor(rows)[:, None] * num_columns
     return (first + torch.arange(num_columns)).flatten().to(device, non_blocking=True)
@@ -241,9 +238,8 @@ class LogprobReport:
     ) -> Self:
         """Return the log-probabilities, computed with one chunk at a time on the device.
 
-        ``wanted`` are sorted all or not at all; ``drawn [rows that ask * positions]`` int64,
-        negative = none; ``logits_of`` returns a range of positions, ``[any, vocab]``, up to
-        ``chunk_rows`` at a time.
+        All of ``wanted`` are sorted, or none; ``drawn [rows that ask * positions]`` int64,
+        negative = none; ``logits_of`` returns up to ``chunk_rows`` positions, ``[any, vocab]``.
         """
         asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
         asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
@@ -283,9 +279,8 @@ class LogprobReport:
 class LogprobRing:
     """Log-probabilities of every row of a captured step, on their way to the host.
 
-    A graph stores them at one place on the device; ``send`` copies them to the step's slot of a
-    pinned ring, as those of ``OutputRing``. There is room for ``max_top`` of the likeliest tokens,
-    but ``MAX_STORED`` at most; logits are of the model's ``dtype``, but at least float32.
+    A graph stores them at one place; ``send`` copies them to the step's slot of a pinned ring.
+    They have up to ``max_top`` or ``MAX_STORED`` likeliest tokens, in ``dtype`` or float32.
     """
 
     def __init__(

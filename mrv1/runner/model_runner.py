@@ -96,10 +96,8 @@ class ModelRunner:
             head_policy: which tokens each KV head sees; None = that of ``config.head_policy``,
                 else the checkpoint's, else each head sees everything that its layer sees.
             logits_processors: custom processors, applied in this order in every step.
-            parallel: this rank of ``config.tensor_parallel_size``; all execute the same plans and
-                draw the same tokens. None = a single rank.
-            allocates: whether to allocate the KV cache now, or by ``allocate_kv_cache`` before a
-                step.
+            parallel: this rank of several, which execute the same plans; None = a single rank.
+            allocates: False = ``allocate_kv_cache`` has to be called before the first step.
             progress: show progress bars of download, loading and capture.
 
         Raises:
@@ -145,8 +143,6 @@ class ModelRunner:
 
     def measure_kv_cache_bytes(self) -> int:
         """Return the bytes for a KV cache: configured, or left by the weights and a full step.
-
-        For callers of a runner without a KV cache, who decide on the number of its blocks.
 
         Raises:
             CapacityError: the largest step or a KV block does not fit.

@@ -16,10 +16,7 @@ from mrv1.runner.visible_ranges import VisibleRanges
 
 
 class StepPreparation:
-    """Checks plans, keeps the host's view of the slots, and chooses which graph runs a step.
-
-    Only the runner's thread calls it, once ``step`` has its KV cache.
-    """
+    """Checks plans, mirrors the slots and chooses graphs, on the thread of the runner."""
 
     def __init__(self, step: DeviceStep) -> None:
         self._step = step
@@ -41,9 +38,8 @@ class StepPreparation:
     ) -> tuple[DeviceRows, Staged | None]:
         """Check the plan and write the step's upload; ValueError: it contradicts the slots.
 
-        ``samples``: sampling may be launched together with the layers; ``is_heard``: a listener
-        follows the layers, which a graph only allows in a decode. Returns the step's rows and its
-        upload; None = a graph runs the step and knows its place.
+        ``samples``: sampling may follow at once; ``is_heard``: a listener follows the layers, so
+        only decodes are graphs. Returns rows and upload; None = a graph runs and knows its place.
         """
         state = self._step.state
         state.leave(plan)

@@ -52,10 +52,7 @@ def blocks_of_groups(step: DeviceStep, demand: StreamingDemand) -> tuple[int, ..
 
 
 def kv_bytes(step: DeviceStep) -> int:
-    """Return the bytes that a full step and the graphs leave for the KV cache, not yet made.
-
-    CapacityError: they leave no room for a block; the message says who has the memory.
-    """
+    """Return the bytes that a full step and the graphs leave for a KV cache, or CapacityError."""
     if step.device.type == "cpu":
         return CPU_KV_BYTES
     torch.cuda.empty_cache()

@@ -1,9 +1,8 @@
 """A runner whose model is spread over several processes of one host: tensor-parallel ranks.
 
-Rank 0 is the process of the engine; its runner's calls are sent to the runners of the other ranks.
-All compute the same logits from the parts that they gather, and draw the same tokens, so that no
-rank tells another what it drew. A rank that fails, dies or does not answer ends them all: the
-others are at another point of the step.
+Rank 0, the process of the engine, sends the calls of its runner to the others. All compute the
+same logits from the parts that they gather, and draw the same tokens. A rank that fails, dies or
+does not answer ends them all: the others are at another point of the step.
 """
 
 from __future__ import annotations
@@ -253,19 +252,13 @@ class Ranks:
         self._gloo.connect(self._store)
 
     def await_ready(self) -> None:
-        """Wait until every rank is ready; raises as ``Member.await_ready``.
-
-        One that is not ready within ``START_SECONDS`` has failed.
-        """
+        """Wait until every rank is ready, for ``START_SECONDS`` at most; raises as ``Member``."""
         deadline = time.monotonic() + START_SECONDS
         for member in self._members:
             member.await_ready(deadline)
 
     def send(self, name: str, *args: object) -> None:
-        """Have every rank call the method ``name`` of its ``ModelRunner``.
-
-        OSError: a rank has ended, or has not read what was sent for a long time.
-        """
+        """Have every rank's runner call ``name``; OSError if a rank has ended or does not read."""
         for member in self._members:
             member.connection.send((name, args))
 
@@ -366,10 +359,7 @@ def make_call(runner: ModelRunner, name: str, *args: object) -> None:
 
 
 def _sendable(plan: StepPlan) -> StepPlan:
-    """Return a plan that every rank can unpickle: grammars and the caller's classes stay here.
-
-    Masks come with ``sample``. All other values of a request are Python's own.
-    """
+    """Return a plan that every rank can unpickle: without grammars; masks come in ``sample``."""
     if all(
         type(each.sampling_params) is SamplingParams
         and each.sampling_params.structured_output is None

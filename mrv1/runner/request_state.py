@@ -40,8 +40,7 @@ class _SampledStep:
 class RequestState:
     """Token history, lengths and stop conditions of every slot, and the host's mirror of lengths.
 
-    A request owns its slot until it finishes or is preempted, and never moves. The numpy mirrors
-    (``_np``) need no wait: they count every token of a launched step, as if no request stopped.
+    The numpy mirrors (``_np``) count all tokens of launched steps, as if no request stopped.
     """
 
     @staticmethod
@@ -147,10 +146,9 @@ class RequestState:
         self._sampled = None
 
     def stage(self, plan: StepPlan, upload: StepUpload) -> None:
-        """Bring the mirrors to the start of the step; add its new requests to the upload.
+        """Bring the mirrors to the start of the step, after ``leave``; upload its new requests.
 
-        ``leave`` goes before. ValueError: the plan contradicts the state of the slots, or does not
-        continue the step that it claims to continue.
+        ValueError: the plan contradicts the slots or does not continue the step that it claims.
         """
         if plan.continues is not None:
             self._check_continues(plan)

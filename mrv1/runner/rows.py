@@ -104,10 +104,7 @@ class StepShape:
         )
 
     def places_of(self, shape: StepShape) -> Int32Array:
-        """Return the place of each row of ``shape``, padded to this shape.
-
-        Padding follows the rows of one token, unless one kernel takes all, and the other rows.
-        """
+        """Return the places of ``shape``'s rows in this one; padding follows each kind of row."""
         rows = np.arange(shape.num_rows, dtype=np.int32)
         if self.query_len is None:
             rows[shape.num_decodes :] += self.num_decodes - shape.num_decodes

@@ -1,7 +1,6 @@
 """Sleep mode: the weights and the KV cache leave the device, and come back when they are needed.
 
-Tensors keep their objects and views; only the storage behind them is freed and allocated again, at
-other addresses. A CUDA graph holds addresses, so graphs are captured again.
+Tensors keep their objects and views; their storage gets new addresses: graphs are recaptured.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class SleepMode:
     """Which parts of a runner's memory are on the device, and which weights have a value.
 
-    ``step`` has its KV cache; none may be in flight when a method is called. An interrupted
-    method, or its opposite, may be called again.
+    No step may be in flight. After an interrupt, call the method again or the opposite one.
     """
 
     def __init__(self, step: DeviceStep) -> None:

@@ -118,8 +118,7 @@ def _draft_words(drafts: Sequence[Sequence[int]], length: int) -> tuple[Int32Arr
 class Staging:
     """A ring of pinned buffers, and the place on the device where a step finds its upload.
 
-    Only the thread that launches steps uses it. ``send`` writes a buffer, which the step of its
-    slot reads: its older step must be over (``OutputRing.acquire``).
+    ``send``, on the launching thread, writes a slot's buffer once its older step is over.
 
     Args:
         max_num_reqs, max_segments: most rows of a step, and segments of one that a graph runs.

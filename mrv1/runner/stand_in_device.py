@@ -1,7 +1,6 @@
-"""A GPU without a GPU: tensors that have only shapes, for processes that record kernels.
+"""Tensors with only shapes on a GPU that is not there, for processes that record kernels.
 
-Torch's own fake tensors switch the current device when they are indexed, which fails without a
-GPU. Meta tensors do not; here they answer with the name of the GPU when they are asked.
+They are meta tensors that name the GPU: torch's fake tensors, indexed, switch devices, and fail.
 """
 
 from __future__ import annotations

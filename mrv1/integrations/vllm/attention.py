@@ -1,7 +1,4 @@
-"""The registration of mrv1's attention backend: ``--attention-backend CUSTOM``.
-
-Every process of vLLM loads its plug-ins: the backend's module is only imported where it is used.
-"""
+"""Registers mrv1's attention backend, ``--attention-backend CUSTOM``; imports it if used."""
 
 from __future__ import annotations
 
@@ -11,10 +8,7 @@ BACKEND = "mrv1.integrations.vllm.attention_backend.Mrv1AttentionBackend"
 
 
 def register() -> None:
-    """Make ``CUSTOM`` in vLLM's registry name mrv1's attention backend; again is fine.
-
-    ConfigError: another plug-in has taken the slot.
-    """
+    """Make vLLM's ``CUSTOM`` name mrv1's backend; repeatable; ConfigError if the slot is taken."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     slot = AttentionBackendEnum.CUSTOM

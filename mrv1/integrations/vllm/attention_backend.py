@@ -1,26 +1,22 @@
 """vLLM's attention by mrv1's kernels: ``--attention-backend CUSTOM``.
 
-vLLM calls three classes: the backend says what it can serve and which pages it wants, the builder
-turns a step's lengths and tables into what all layers of a KV cache group share, and each layer's
-implementation writes keys and values and attends. Rows of one token, or all rows if all verify as
-many drafts, are decoded; other rows are prefilled, and decodes with them where that is faster.
+The backend says what it can serve and which pages it wants, the builder prepares what all layers
+of a KV cache group share in a step, and each layer's implementation writes keys and values and
+attends. Rows of one token, or all rows if all verify as many drafts, are decoded; other rows are
+prefilled, and decodes with them where that is faster.
 
 Outside CUDA graphs each layer launches its kernels from Python: the first layer of a kind checks
-the arguments and chooses the kernels, and the others repeat its launches (``RepeatedCall``). The
-attention itself writes keys and values (``forward_includes_kv_cache_update``), which saves a call
-per layer. All kernels are compiled from the loading of the weights on, and launched before the
-first batch (``attention_kernels``).
+and chooses, and the others repeat its launches (``RepeatedCall``). Attention itself writes keys
+and values (``forward_includes_kv_cache_update``), which saves a call per layer. All kernels are
+compiled from the loading of the weights on, and launched before the first batch
+(``attention_kernels``).
 
-A step waits for nothing on the device. The host reads shapes, ``max_query_len`` and its copy of
-``query_start_loc``; the kernels read lengths, tables and slots. The first layer plans the decoded
-rows, so that the plan is part of a graph of decodes.
-
+A step waits for nothing on the device: the host reads shapes, ``max_query_len`` and its copy of
+``query_start_loc``. The first layer plans the decoded rows, so that a graph contains the plan.
 Full CUDA graphs serve any batch (``ALWAYS``). Where vLLM captures decodes apart, those graphs run
 the decode kernel, and mixed batches run between the piecewise graphs. With ``cudagraph_mode=FULL``
 one graph serves every batch of its size: which rows are decodes is not known at capture, so all
 rows are prefilled, in one launch that follows from the graph's numbers of rows and tokens.
-
-vLLM 0.26 asks for the shape of the cache tensor, 0.33 for the spec and its layouts: see both.
 """
 
 from __future__ import annotations
@@ -524,9 +520,8 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Begin to compile the kernels of all layers, if this is the first one; return at once.
 
-        vLLM calls this for each layer once weights are loaded, before it compiles the model. There
-        is no cache yet: a kernel that depends on more than its usual form is compiled at its
-        launch. ``act_dtype`` is of queries.
+        vLLM calls this before it compiles the model. There is no cache yet: kernels of unusual
+        ones are compiled at launch. ``act_dtype`` is of queries.
         """
         config = get_current_vllm_config_or_none()
         if config is None or self._kv_cache is not None:  # the weights are loaded again

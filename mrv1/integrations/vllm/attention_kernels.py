@@ -1,9 +1,7 @@
-"""The kernels of attention in vLLM, compiled before a request needs them.
+"""The kernels of attention in vLLM, compiled before a request needs them; imports no vLLM.
 
-vLLM's warm-up prefills prompts of two tokens; for the kernels of longer ones the compiler would
-take seconds of the first requests. So every kernel that a batch may need is launched at the start.
-A child process compiles them (``AttentionKernels``) from the loading of the weights on. Nothing
-here imports vLLM: the child needs none of it.
+vLLM's warm-up prefills prompts of two tokens; kernels of longer ones would be compiled for seconds
+in the first requests. So all are launched at the start, compiled by a child process meanwhile.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The attention of one layer as calls of mrv1's ops: for the steps of vLLM, and for a warm-up.
-
-Nothing here imports vLLM: a process that compiles the kernels needs none of it.
-"""
+"""One layer's attention as calls of mrv1's ops, without vLLM: for its steps and a warm-up."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The pages of a KV cache tensor of vLLM, as mrv1's kernels address them.
 
-vLLM gives a layer ``[blocks, kv_heads, block_size, content]`` and leaves the bytes of one block
-and head to it. mrv1 keeps K and V apart in them, so that its kernels read whole pages:
-``[block_size, head_size]`` of K, then of V; with scales the same in codes, then ``[block_size]``
-float32 scales of K, then of V. vLLM counts as many bytes: ``content`` is ``2 * head_size``
-elements, and for the formats of ``CODES`` twice the bytes of a head's codes and of a scale.
+vLLM's ``[blocks, kv_heads, block_size, content]`` leaves the bytes of a block and head to a
+backend. mrv1's kernels read whole pages: ``[block_size, head_size]`` of K, then of V, and for
+codes ``[block_size]`` float32 scales of K, then of V. ``content`` is ``2 * head_size`` elements,
+and for the formats of ``CODES`` twice the bytes of a head's codes and of a scale.
 """
 
 from __future__ import annotations
@@ -54,14 +53,9 @@ def pages_of(
 ) -> Pages:
     """Return views of a layer's KV cache, without a copy.
 
-    Args:
-        kv_cache: ``[blocks, kv_heads, block_size, content]``, any block and head stride.
-        head_size: of K and of V.
-        role: what all heads see.
-        codes: the format of codes, with a scale per token, in uint8; None = values as they are.
-
-    Raises:
-        ValueError: another shape, or pages with gaps (vLLM's NHD layouts).
+    ``kv_cache`` is ``[blocks, kv_heads, block_size, content]`` with any block and head stride;
+    ``codes``, uint8, have a scale per token, None = no codes. ValueError: another shape, or gaps
+    (NHD).
     """
     content = content_size(head_size, codes)
     if kv_cache.dim() != 4 or kv_cache.shape[3] != content:

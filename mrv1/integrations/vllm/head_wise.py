@@ -1,10 +1,9 @@
 """vLLM's models with full and streaming KV heads: each kind has its own KV cache group.
 
-vLLM keeps one list of blocks for all KV heads of a layer. Here several attention layers, each with
-KV heads of one kind, replace each one: vLLM puts full and streaming ones into different groups,
-and its scheduler frees the blocks that streaming heads no longer see. The rest stays vLLM's. All
-these layers have as many KV heads, the greatest common divisor of the numbers of full and
-streaming heads in all layers: blocks of all groups must have the same bytes.
+vLLM keeps one list of blocks for all KV heads of a layer. Here several attention layers with KV
+heads of one kind each replace it, so that vLLM's scheduler frees the blocks that streaming heads
+no longer see. They all have as many KV heads, the greatest common divisor of the numbers of full
+and streaming heads in all layers, so that blocks of all groups have the same bytes.
 """
 
 from __future__ import annotations
@@ -129,11 +128,8 @@ class HeadWiseAttention(nn.Module):
 def divide_heads(model: nn.Module, config: VllmConfig) -> bool:
     """Give the kinds of KV heads of a new model attention layers of their own; False = no policy.
 
-    ``additional_config`` gets the policy's contents, for the keys of vLLM's cache of compiled
-    models.
-
-    Raises:
-        ConfigError: the policy does not fit the model, or the model runs without what it needs.
+    ``additional_config`` gets the policy, for vLLM's cache of models. ConfigError: it does not
+    fit.
     """
     owners: list[Any] = [
         module

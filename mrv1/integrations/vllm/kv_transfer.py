@@ -1,8 +1,6 @@
-"""vLLM's KV connectors under mrv1's worker, layer by layer.
+"""vLLM's KV connectors under mrv1's worker: tensors to index, and the calls for each layer.
 
-vLLM's own ``ActiveKVConnector`` does a step's bookkeeping; here are the tensors that connectors
-index, and the calls for each layer: all loads are awaited before a step's first layer, and the
-runner's KV listener says when a layer is written.
+All loads are awaited before a step's first layer; the runner's KV listener tells of writes.
 """
 
 from __future__ import annotations
@@ -85,10 +83,7 @@ class KVTransfer:
 
 
 def connector_view(cache: LayerCache) -> torch.Tensor:
-    """Return a layer's K and V as one tensor, without a copy: K and V of a block are far apart.
-
-    It is ``[blocks, 2, block_size, kv_heads, head_dim]``.
-    """
+    """Return K and V as one view, ``[blocks, 2, block_size, kv_heads, head_dim]``, far apart."""
     k, v = cache.k, cache.v
     blocks, heads, size, dim = k.shape
     of_block, of_head, of_token, of_dim = k.stride()

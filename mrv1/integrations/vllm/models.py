@@ -30,10 +30,7 @@ class Mrv1Model:
     """Adds mrv1's options to a model of vLLM; stands before the model's class."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        """Build the model with the options.
-
-        ConfigError: there is no option, or the given ones cannot serve vLLM's configuration.
-        """
+        """Build the model with the options; ConfigError if none, or if vLLM's are unsupported."""
         sampler = vllm_config.additional_config.get(SAMPLER, "vllm")
         if sampler not in SAMPLERS:
             raise ConfigError(f"{SAMPLER}: expected one of {SAMPLERS}, got {sampler!r}")

@@ -32,10 +32,7 @@ LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
 def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig:
-    """Return the configuration of mrv1's runner.
-
-    ConfigError: the worker cannot serve vLLM's configuration; the message names every such option.
-    """
+    """Return the runner's configuration; ConfigError names every option that cannot be served."""
     problems = [*_problems(vllm_config)]
     if problems:
         raise ConfigError(f"mrv1's worker: {'; '.join(problems)}")
@@ -72,10 +69,9 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
 
 
 def share_of_all(share: float, free_bytes: int, total_bytes: int) -> float:
-    """Return ``gpu_memory_utilization`` in mrv1's sense, from vLLM's ``share``.
+    """Return mrv1's ``gpu_memory_utilization``, of all processes, from vLLM's, of one engine.
 
-    vLLM bounds the memory of one engine, mrv1 that of all processes on the GPU. ``free_bytes`` are
-    before the engine takes any. ConfigError: less than ``share`` is free.
+    ``free_bytes`` are before the engine takes any. ConfigError: less than ``share`` is free.
     """
     if free_bytes < share * total_bytes:
         raise ConfigError(

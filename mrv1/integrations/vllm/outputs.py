@@ -59,10 +59,9 @@ def runner_output(step: Step, output: StepOutput) -> ModelRunnerOutput:
 
 
 def _fail_rows(step: Step, output: StepOutput, tokens: list[list[int]]) -> dict[str, int]:
-    """Give each row that failed, now or before, a token; return which rows did.
+    """Give each row that failed, now or before, an arbitrary token; return which rows did.
 
-    vLLM has no way to end a request with an error from the worker. As in vLLM itself, such a
-    request goes on with an arbitrary token, and is counted in ``num_nans_in_logits``.
+    vLLM's worker can end no request with an error; ``num_nans_in_logits`` counts it.
     """
     found = {}
     for row in step.samples.nonzero()[0].tolist():

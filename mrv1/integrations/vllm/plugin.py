@@ -14,9 +14,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Register what mrv1 adds to vLLM; a process may call it again.
 
-    For an untested vLLM, or where another plug-in has taken the attention backend's slot, only a
-    warning: vLLM must still start where mrv1 happens to be installed. mrv1's worker and attention
-    backend raise it.
+    An untested vLLM, or a taken slot, is only a warning: vLLM must still start where mrv1 happens
+    to be installed. mrv1's worker and attention backend raise it.
     """
     try:
         interface()

@@ -1,7 +1,6 @@
 """Refuses a request alone, when it arrives: ``--logits-processors`` names the class.
 
-vLLM lets a worker end no request with an error, and ``validate_params`` of logits processors is
-the one place where it calls other people's code for each new request.
+A worker can end no request, and only here vLLM calls other people's code for each new one.
 """
 
 from __future__ import annotations

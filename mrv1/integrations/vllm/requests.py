@@ -61,10 +61,9 @@ class Step:
 class Requests:
     """Gives each request of vLLM's scheduler a slot, and turns its decisions into plans.
 
-    vLLM sends what has changed since the step before. A request that was preempted comes back in
-    one of two forms: among the cached requests, by ``resumed_req_ids``, or as a new one whose
-    ``prefill_token_ids`` hold its output so far. Which form depends on the model runner that vLLM
-    would have chosen; both are read here. ``seed`` is for requests without one.
+    vLLM sends what has changed. A preempted request comes back among the cached ones
+    (``resumed_req_ids``) or, for some model runners, as a new one with ``prefill_token_ids``.
+    ``seed`` is for requests without one.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, seed: int) -> None:

@@ -59,10 +59,7 @@ _GRAMMAR = SchedulerGrammar()
 
 
 def sampling_params_of(given: VllmParams) -> SamplingParams:
-    """Return mrv1's parameters for a vLLM request, without stop conditions, which vLLM decides.
-
-    RequestError: mrv1 does not have a parameter, or it is out of mrv1's range.
-    """
+    """Return mrv1's parameters, without stops, which vLLM decides; may raise RequestError."""
     _check_names(given)
     ids = given.logprob_token_ids or ()
     return SamplingParams(

@@ -1,8 +1,7 @@
 """Streaming heads in vLLM's KV cache manager: a sliding window whose sink stays.
 
-vLLM's ``SlidingWindowSpec`` knows no sink. The spec here has a number of leading tokens too, and
-its manager frees the blocks between those and the window. Importing this module registers both,
-also in a process that unpickles a worker's specs.
+The manager frees the blocks between a spec's leading tokens and its window. Importing this module
+registers both, also in a process that unpickles a worker's specs.
 """
 
 from __future__ import annotations

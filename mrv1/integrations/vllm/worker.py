@@ -43,10 +43,7 @@ KV_LAYOUT = "LBHNC"
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
-    """Executes what vLLM's scheduler decides, on one GPU, or on a CPU for tests.
-
-    vLLM's null block, block 0, is in no table.
-    """
+    """Executes what vLLM's scheduler decides, on one GPU, or on a CPU for tests."""
 
     def __init__(
         self,
@@ -204,10 +201,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     # --- steps ---------------------------------------------------------------------------------
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
-        """Launch the step; with token masks only its layers. StepError: the launch failed.
+        """Launch the step, with token masks only its layers; StepError: the launch failed.
 
-        Returns None if ``sample_tokens`` has the result, or the empty result of a step without
-        tokens, which only tells of requests that ended or were preempted.
+        Returns None if ``sample_tokens`` follows, else the empty result of a step without tokens.
         """
         if self._profiler is not None:
             self._profiler.step()
@@ -237,11 +233,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Return the step's result, its tokens drawn if they awaited masks.
-
-        StepError: the launch, or without asynchronous scheduling the step, failed; RuntimeError:
-        no step.
-        """
+        """Return the step's result, drawn under masks if any; StepError; RuntimeError: no step."""
         step, self._awaits_masks = self._awaits_masks, None
         launched, self._launched = self._launched, None
         if step is not None:
@@ -283,9 +275,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         Args:
             weights_iterator: tensors by their names in the checkpoint; any part of them.
             weights_path: without tensors: the checkpoint to read; None = the model's own.
-            is_checkpoint_format: must be True: mrv1's own tensors are not addressed by name.
-
-        ConfigError: a tensor does not fit, or mrv1's own format; no weight was changed.
+            is_checkpoint_format: must be True (else ConfigError): no names for mrv1's own tensors.
         """
         if not is_checkpoint_format:
             _refuse("is_checkpoint_format=False")
@@ -325,10 +315,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         max_iterations: int | None = None,
         profiler_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Start or stop the profiler of vLLM's ``--profiler-config``.
-
-        ConfigError: no profiler is configured, or this vLLM's takes no limits.
-        """
+        """Start or stop vLLM's configured profiler; ConfigError if none, or without limits."""
         config = self.vllm_config.profiler_config
         if config is None or config.profiler is None:
             raise ConfigError("profile: expected --profiler-config with a profiler, got none")
