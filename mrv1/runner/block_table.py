@@ -51,7 +51,6 @@ class BlockTables:
             ring_blocks=per_group([g.ring_blocks for g in groups]),
             block_size=block_size,
         )
-        """The tables as kernels read them."""
 
     def stage(
         self,

@@ -21,7 +21,6 @@ class SampledRows:
 
     shape: StepShape
     staged: Staged
-    """The upload that the batch was gathered from."""
     logits_rows: torch.Tensor
     """[rows] int64, token that the row samples from; -1 = padding, stopped or unfinished."""
 
@@ -31,7 +30,6 @@ class InputBatch(SampledRows):
     """The batch of one step on the device."""
 
     attention: AttentionBatch
-    """The batch as the model reads it."""
 
     @property
     def sampled(self) -> SampledRows:

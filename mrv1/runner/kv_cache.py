@@ -31,10 +31,8 @@ class CacheSpec:
     num_layers: int
     num_kv_heads: int
     block_size: int
-    """Tokens per block."""
     head_dim: int
     page_format: PageFormat
-    """How pages store values."""
 
     @classmethod
     def of(cls, config: EngineConfig, model: DecoderModel) -> Self:

@@ -44,13 +44,11 @@ class Wanted:
     row: int
     """Row of the plan."""
     num_top: int
-    """Number of likeliest tokens."""
     token_ids: tuple[int, ...] = ()
     """Tokens asked for by id."""
     edits: bool = False
     """Whether the row's logits are edited before a token is drawn."""
     device_row: int = 0
-    """The row on the device."""
 
     @property
     def is_sorted(self) -> bool:

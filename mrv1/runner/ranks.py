@@ -79,7 +79,6 @@ class RankFailure:
     """What a rank sends to rank 0 before it ends."""
 
     kind: str
-    """Name of the error's class."""
     message: str
     is_of_peer: bool
     """Whether another rank is the cause."""

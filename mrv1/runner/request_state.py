@@ -92,7 +92,6 @@ class RequestState:
             shaped["mrope_spans"] = spans.unflatten(1, (-1, MROPE_SPAN_WORDS))
         names = {each.name for each in dataclasses.fields(RequestSlots)} & slots.names
         self.slots = RequestSlots(**{name: slots[name] for name in names} | shaped)
-        """The slots as kernels read and update them."""
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)

@@ -34,7 +34,6 @@ class RunnerParts:
     config: EngineConfig
     """As configured, with the checkpoint's directory."""
     head_policy: HeadPolicy
-    """Which tokens each KV head of the model sees."""
     step: DeviceStep
     """The step on the device, with the model and this rank's head groups."""
     streaming_demand: StreamingDemand

@@ -454,14 +454,11 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
 
 
 class _Part(NamedTuple):
-    """An op that a layer calls in a step."""
+    """An op that a layer calls: ``run(of_step, *tensors)``, of all layers and of its own."""
 
     run: Callable[..., None]
-    """Takes all else."""
     of_step: object
-    """What all layers give it."""
     tensors: tuple[torch.Tensor, torch.Tensor]
-    """The layer's own."""
 
 
 class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[misc]

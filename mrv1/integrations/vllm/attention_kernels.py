@@ -48,11 +48,9 @@ class Batches(NamedTuple):
     max_num_reqs: int
     max_num_tokens: int
     row_width: int
-    """Columns of the block table."""
     decode_query_len: int
     """Tokens of a row that verifies as many drafts as there may be; 1 = rows have no drafts."""
     dtype: torch.dtype
-    """Of queries."""
 
 
 def decode_rows(

@@ -24,7 +24,6 @@ class AttentionLayer:
     num_heads: int
     head_size: int
     role: HeadRole
-    """What all heads see."""
     codes: PageFormat | None
     """The format of the cache's codes; None = values as they are."""
     softmax_scale: float

@@ -32,7 +32,6 @@ class Part(NamedTuple):
     """The KV heads of one attention layer that vLLM sees."""
 
     seen: Visible
-    """What all of them see."""
     heads: tuple[int, ...]
     """KV heads of the decoder layer."""
 

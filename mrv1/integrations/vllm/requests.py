@@ -46,11 +46,8 @@ class Step:
 
     plan: StepPlan
     req_ids: list[str]
-    """Request of each row."""
     rows: dict[str, int]
-    """Row of each request."""
     requests: Sequence[Known]
-    """[rows]."""
     samples: npt.NDArray[np.bool_]
     """[rows], whether the row draws a token."""
     prompt_logprobs: Mapping[int, list[TokenLogprobs]]

@@ -57,7 +57,6 @@ INTERFACES = {
         has_profiler_factory=True,
     ),
 }
-"""By minor version."""
 
 
 def interface_of(release: str) -> Interface:
