@@ -148,15 +148,9 @@ class AsyncOutput:
             logprobs: log-probabilities of the tokens that the step draws.
             prompt_logprobs: log-probabilities of prompt tokens.
         """
-        self._plan = plan
-        self._num_output = num_output
-        self._tokens = tokens
-        self._done = done
-        self._rows = rows
-        self._refusals = refusals or {}
-        self._on_output = on_output
-        self._logprobs = logprobs
-        self._prompt_logprobs = prompt_logprobs
+        self._plan, self._rows, self._done, self._on_output = plan, rows, done, on_output
+        self._num_output, self._tokens, self._refusals = num_output, tokens, refusals or {}
+        self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
         self._outcome: StepOutput | StepError | None = None
 
     @property

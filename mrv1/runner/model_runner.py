@@ -63,9 +63,9 @@ class _Launched(NamedTuple):
     """The input of the sampling; None = the graph samples too."""
 
 
-def _is_of_device(error: BaseException | None) -> bool:
-    """Whether a failed kernel caused the error: the driver refuses every call after it."""
-    while error is not None and not isinstance(error, torch.AcceleratorError):
+def is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+    """Whether the error, or one in its chain of causes, is of a kind."""
+    while error is not None and not isinstance(error, kind):
         error = error.__cause__
     return error is not None
 
@@ -289,7 +289,7 @@ class ModelRunner:
                 str(error),
                 step_id=plan.step_id,
                 req_ids=plan.req_ids,
-                device_lost=_is_of_device(error),
+                device_lost=is_caused_by(error, torch.AcceleratorError),  # no call works now
             ) from error
 
     def _await_sample(self, launched: _Launched) -> None:

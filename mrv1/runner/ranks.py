@@ -36,7 +36,7 @@ from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import KVListener
-from mrv1.runner.model_runner import FORKED, ModelRunner
+from mrv1.runner.model_runner import FORKED, ModelRunner, is_caused_by
 from mrv1.runner.step import SlotRequest, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
@@ -86,14 +86,8 @@ class RankFailure:
     @classmethod
     def of(cls, error: BaseException) -> RankFailure:
         """Return the report of an error."""
-        message = str(error) or repr(error)
-        return cls(kind=type(error).__name__, message=message, is_of_peer=_is_of_peer(error))
-
-
-def _is_of_peer(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, PeerError):
-        error = error.__cause__
-    return error is not None
+        kind, message = type(error).__name__, str(error) or repr(error)
+        return cls(kind=kind, message=message, is_of_peer=is_caused_by(error, PeerError))
 
 
 class Gloo:
@@ -263,7 +257,7 @@ class Ranks:
 
     def cause(self, error: BaseException) -> str:
         """Return why a call failed: the rank that failed first, and its error."""
-        if not (_is_of_peer(error) or isinstance(error, OSError)):
+        if not (is_caused_by(error, PeerError) or isinstance(error, OSError)):
             return f"rank 0: {error!r}"
         deadline = time.monotonic() + REPORT_SECONDS
         while True:
