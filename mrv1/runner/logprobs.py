@@ -202,12 +202,18 @@ def reports_of(
             LogprobReport.of(
                 [wanted[index] for index in to_sort[start : start + size]],
                 drawn[part],
-                lambda positions, places=part: logits_of(places[positions]),
+                partial(_logits_at, logits_of, part),
                 ops,
                 chunk_rows=FILTER_CHUNK,
             )
         )
     return reports
+
+
+def _logits_at(
+    logits_of: Callable[[slice | torch.Tensor], torch.Tensor], places: torch.Tensor, part: slice
+) -> torch.Tensor:
+    return logits_of(places[part])
 
 
 class LogprobReport:
