@@ -56,11 +56,7 @@ def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
 
 
 class Ops:
-    """The ops of one path; ``op`` returns the op of a name.
-
-    The class attributes are the oracles. The kernels have the same signatures, so calls are
-    type-checked.
-    """
+    """The ops of one path. Its attributes are the oracles, so that calls are type-checked."""
 
     add_features = _op(reference.add_features, "layers.add_features")
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
@@ -96,9 +92,5 @@ def launcher(name: str) -> object:
 
 
 def select_ops(path: KernelPath) -> Ops:
-    """Return the ops of ``path`` (see ``mrv1.device.kernel_path``).
-
-    Raises:
-        ConfigError: ``path`` runs kernels, and triton is not installed.
-    """
+    """Return the ops of ``path``; ConfigError if it runs kernels and triton is not installed."""
     return Ops(partial(getattr, reference) if path == "reference" else launcher)

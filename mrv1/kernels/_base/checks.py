@@ -127,10 +127,7 @@ def check_reachable(name: str, tensor: torch.Tensor, device: torch.device) -> No
 def check_drafts(
     logits: torch.Tensor, ahead: torch.Tensor | None, draft_token_ids: torch.Tensor | None
 ) -> None:
-    """Raise unless ``ahead`` and ``draft_token_ids`` both fit [rows, vocab] logits, or are None.
-
-    ``ahead`` is how many drafts precede each row's logits; every request has rows / requests rows.
-    """
+    """Raise unless ``ahead``, each row's count of drafts, and the drafts fit, or both are None."""
     if ahead is None and draft_token_ids is None:
         return
     if ahead is None or draft_token_ids is None:

@@ -1,7 +1,6 @@
 """The only module that imports Gluon, Triton's language of explicit layouts, copies and barriers.
 
-Gluon is experimental: names that differ in Triton 3.6, 3.7 and 3.9 are settled here. Triton's
-interpreter does not run it.
+Gluon is experimental: names that differ in Triton 3.6, 3.7 and 3.9 are settled here.
 """
 
 from __future__ import annotations

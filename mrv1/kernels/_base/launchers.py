@@ -1,7 +1,6 @@
 """Build the C modules through which Triton launches kernels on NVIDIA GPUs, before any launch.
 
-Triton's first launches would build them one after the other, and keep them in its cache: a module
-of the driver, and before Triton 3.7 one more for every signature of a kernel.
+They are a module of the driver, and before Triton 3.7 one for every signature of a kernel.
 """
 
 from __future__ import annotations

@@ -43,10 +43,7 @@ _notes = _Notes()
 
 
 def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:  # noqa: ANN401 - a kernel's
-    """Launch ``kernel[grid](*arguments, **options)``, and note it if a ``RepeatedCall`` asks.
-
-    ``options`` are further parameters of the kernel by name, and options of the compiler.
-    """
+    """Launch ``kernel[grid](*arguments, **options)``, and note it if a ``RepeatedCall`` asks."""
     compiled = kernel[grid](*arguments, **options)
     if _notes.launches is not None and compiled is not None:  # the interpreter compiles nothing
         rest = [options[name] for name in kernel.arg_names[len(arguments) :]]

@@ -50,10 +50,7 @@ def prefetch_part(
 def prefetch_arguments(
     wanted: torch.Tensor | None, device: torch.device, num_warps: int
 ) -> dict[str, Any]:
-    """Return a launch's arguments for ``prefetch_part``; a pointer of None = no prefetch.
-
-    ``wanted`` is contiguous; ``num_warps`` counts the warps of all programs together.
-    """
+    """Return a launch's arguments to prefetch contiguous ``wanted`` by all its ``num_warps``."""
     if wanted is None or not has_dependent_launch(device) or wanted.data_ptr() % ALIGNMENT:
         return {"prefetch_ptr": None, "prefetch_bytes": 0, "prefetch_warp_bytes": 0}
     num_units = min(wanted.numel() * wanted.element_size(), MOST_BYTES) // ALIGNMENT

@@ -49,11 +49,7 @@ class StandInDriver:
 
 
 def use_stand_in_driver(backend: str, arch: int | str, warp_size: int) -> object:
-    """Make Triton compile for a GPU that need not be there; return Triton's name of it.
-
-    Raises:
-        ConfigError: this process interprets kernels.
-    """
+    """Make Triton compile for an absent GPU; ConfigError in a process that interprets kernels."""
     if INTERPRET:
         raise ConfigError("TRITON_INTERPRET: expected 0 in a process that compiles, got 1")
     target = triton.backends.compiler.GPUTarget(backend, arch, warp_size)
@@ -86,11 +82,7 @@ class _NotLaunched:
 
 
 class KernelRecorder:
-    """Turns every launch into a note of its kernel, for a GPU of CUDA compute ``capability``.
-
-    Raises:
-        ConfigError: this process interprets kernels.
-    """
+    """Turns launches into notes, for a GPU of ``capability``; ConfigError while interpreting."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         major, minor = capability

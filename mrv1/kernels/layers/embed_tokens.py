@@ -1,7 +1,6 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
-hidden[i] = embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]]. With
-M-RoPE a token has three positions, and an angle is that of one of them.
+hidden[i] = embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]].
 """
 
 from __future__ import annotations

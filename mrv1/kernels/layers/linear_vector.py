@@ -118,8 +118,7 @@ def _linear_vector_kernel(
 ):
     """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
-    A pair is a gate and its up, or two neighbours. Every tile is [TILE_ROWS, TILE_IN], x too: a
-    warp needs only its own row of the tile.
+    A pair is a gate and its up, or two neighbours. Tiles are [TILE_ROWS, TILE_IN], x too.
     """
     NUM_CHUNKS: tl.constexpr = (IN + TILE_IN - 1) // TILE_IN
     let_next_start(OVERLAP)

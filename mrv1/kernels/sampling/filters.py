@@ -50,10 +50,7 @@ def kept_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return which tokens the ``Filters`` keep: [rows, vocab] bool.
-
-    ``scaled`` is [rows, vocab] float64, logits / temperature, without NaN; -inf is not kept.
-    """
+    """Return what the ``Filters`` keep of [rows, vocab] float64, not NaN: [rows, vocab] bool."""
     kept = scaled > -torch.inf
     if min_p is not None:
         kept &= scaled >= scaled.amax(1, keepdim=True) + min_p.double().log()[:, None]

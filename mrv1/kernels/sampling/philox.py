@@ -26,8 +26,7 @@ def _multiply_wide(a, b):
 def philox_word(seed, position, index, purpose, child):
     """Return word 0 of philox4x32-10 for counter (position, index, purpose, child), key seed.
 
-    ``seed`` and ``position`` are int64 scalars, ``index`` an int32 block, the others int32 scalars
-    or numbers. The result is a uint32 block; words of scalars only stay scalars.
+    ``seed``, ``position``: int64; ``index``: int32 block; others int32. Returns a uint32 block.
     """
     k0, k1 = seed.to(tl.uint32), (seed.to(tl.uint64) >> 32).to(tl.uint32)
     c0, c1, c3 = position.to(tl.uint32), index.to(tl.uint32), child.to(tl.uint32)

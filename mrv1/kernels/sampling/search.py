@@ -84,8 +84,7 @@ def middle(low, high, least, step):
 def search_list(list_ptr, num_listed, k, top_p, top, scale, LISTED: tl.constexpr):
     """Return the floor of top-k, then top-p, by comparing every pair of the tokens in a list.
 
-    ``list_ptr`` points to [2, LISTED] float32: the logits of all tokens above some value, 1 to
-    LISTED, then scratch. k = 0 keeps all.
+    ``list_ptr``: [2, LISTED] float32, all logits above some value, then scratch. k = 0 keeps all.
     """
     STEP: tl.constexpr = 16
     index, part = tl.arange(0, LISTED), tl.arange(0, STEP)
@@ -138,10 +137,9 @@ def search_block(x, low, high, fewest, most):
 
 @triton.jit
 def opaque_zero(x):
-    """Return 0 for every number ``x``, in a way that the compiler does not see.
+    """Return 0 for every number ``x``, unseen by the compiler.
 
-    A second load at ``group | opaque_zero(x)`` computes its addresses anew. Otherwise the compiler
-    keeps the addresses of the first load, and even rows that load once spill them.
+    Loads at ``group | opaque_zero(x)`` compute addresses anew: kept ones spill, even if unused.
     """
     return (x != x).to(tl.int32)
 
@@ -241,10 +239,7 @@ def _collect(row, low, high, tiles):
 
 @triton.jit
 def _sum_columns(row, heights, highest, low, high, by_mass, scale, tiles):
-    """Return number, mass (0 if not ``by_mass``) and least of the columns' logits in (low, high].
-
-    ``heights`` are the columns' and ``highest`` is their maximum.
-    """
+    """Return number, mass (0 if not ``by_mass``) and least of columns' logits in (low, high]."""
     STEP: tl.constexpr = 8
     depth, column = tl.arange(0, STEP)[:, None], tl.arange(0, tiles.COLUMNS)[None, :]
     columns_ptr = row.scratch_ptr + tiles.TILE_GROUPS
@@ -317,8 +312,7 @@ def search_row(
 ):
     """Return the floor of top-k, then top-p, for any number of tokens.
 
-    The tokens of a bracket are searched in columns; until they fit, passes over the row divide the
-    bracket at PIVOTS values.
+    Columns are searched once a bracket fits; passes over the row divide it at PIVOTS values.
     """
     lane = tl.arange(0, tiles.LANES)
     pivot_index = tl.arange(0, tiles.PIVOTS)

@@ -29,8 +29,7 @@ __all__ = ["install", "install_bounds"]
 def install(*, debug: bool = False) -> None:
     """Correct the interpreter for this process; a second call is free.
 
-    ``debug`` also checks 32-bit integers for overflow and evaluates ``tl.device_assert`` (about
-    twice as slow); it stays on.
+    ``debug``, once on, also checks int32 overflow and device assertions (about twice as slow).
     """
     builder = ti.interpreter_builder
     if not isinstance(builder, CorrectedBuilder):

@@ -74,10 +74,7 @@ def decode(codes: Array, name: str) -> NDArray[np.float32]:
 
 
 def encode(values: Array, name: str, *, toward_zero: bool = False) -> Array:
-    """Return the codes of ``values``, cast to float32: float16 as numpy's own, else integers.
-
-    ``name`` is ``fp16``, ``bf16`` or one of the 8-bit formats; ``toward_zero`` truncates.
-    """
+    """Return the codes of ``values``: ``fp16`` as numpy's own, ``bf16`` and fp8 as integers."""
     values = np.asarray(values, dtype=np.float32, order="C")
     if name == "fp16":
         return _encode_float16(values, toward_zero=toward_zero)
