@@ -54,8 +54,6 @@ class Admission:
         have changed."""
         self._pools, self._batch = pools, batch
 
-    # --- who waits ------------------------------------------------------------------------
-
     def add(self, request: Request) -> None:
         """Queue a request and its followers."""
         shares_blocks = len(request.prompt_token_ids) > self._config.block_size
@@ -90,8 +88,6 @@ class Admission:
                 break
             num_tokens += min(request.num_tokens - num_cached, most_per_request)
         return num_tokens
-
-    # --- one step -------------------------------------------------------------------------
 
     def admit(self, step: NextStep, budget: StepBudget) -> None:
         """Admit waiting requests to a step; its rows, ends and blocks are extended."""

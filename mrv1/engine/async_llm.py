@@ -254,8 +254,7 @@ class _Stream:
 
     def __init__(self, req_id: str, num_places: int) -> None:
         self.req_id = req_id
-        self.num_places = num_places
-        """Places that the request takes in the queue: one for each of its ``n`` outputs."""
+        self.num_places = num_places  # in the queue: one for each of its ``n`` outputs
         self.loop = asyncio.get_running_loop()
         self.has_room = True
         self.is_discarded = False
@@ -286,12 +285,12 @@ class _EngineThread:
     def __init__(self, llm: LLM, max_num_queued_reqs: int | None) -> None:
         self._llm = llm
         self._max_num_queued_reqs = max_num_queued_reqs
-        self._streams: dict[str, _Stream] = {}
-        """Of queued and running requests, by id; only the engine's thread uses it."""
+        self._streams: dict[str, _Stream] = {}  # unfinished, by id; of the engine's thread
         self._inbox: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         """Calls for the engine's thread; None = stop."""
-        self._lock = threading.Lock()
-        """Guards ``_num_unfinished``, ``_is_open`` and the entrance of the inbox."""
+        self._lock = (
+            threading.Lock()
+        )  # of unfinished requests, ``_is_open`` and the inbox's entrance
         self._num_unfinished = 0  # places of requests that wait, run or are being made
         self._is_open = True
         self._process = os.getpid()  # a forked child has the object, but not its thread

@@ -30,15 +30,13 @@ class BlockPool:
         """Make every block free, with no content: no request uses a block any more."""
         num_blocks = self.num_blocks
         self._num_refs = [0] * num_blocks
-        self._evictable: OrderedDict[int, bytes] = OrderedDict()
-        """Cached block -> its digest; least recently used first."""
+        self._evictable: OrderedDict[int, bytes] = OrderedDict()  # digests; oldest use first
         self._quarantine: dict[int, int] = {}  # block -> the step after which it may be allocated
         self._free = deque(range(num_blocks))  # last: no report counts a block as free twice
         self._used_until: dict[int, int] = {}  # block in use -> the newest step of a former user
         self._released = -1  # the newest step that is over
         self._cached: dict[bytes, int] = {}  # digest of a prefix -> the last block of the prefix
-        self._digests: list[bytes | None] = [None] * num_blocks
-        """[num_blocks] the inverse of ``_cached``."""
+        self._digests: list[bytes | None] = [None] * num_blocks  # inverse of ``_cached``
         self.watch(())
 
     @property
@@ -60,8 +58,6 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks whose content the prefix cache knows, including blocks in use."""
         return len(self._cached)
-
-    # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Allocate ``count`` free or cached blocks; all, or none with a CapacityError."""
@@ -124,8 +120,6 @@ class BlockPool:
         """Return how many of ``blocks`` only one request uses, which frees them when it ends."""
         return sum(self._num_refs[block] == 1 for block in blocks)
 
-    # --- prefix cache ---------------------------------------------------------------------
-
     def cache(self, block: int, digest: bytes) -> None:
         """Make a block in use known by ``digest``, unless another block is known by it."""
         if digest not in self._cached:
@@ -144,8 +138,7 @@ class BlockPool:
     def watch(self, digests: Iterable[bytes]) -> None:
         """Reset ``has_changed``; it then reports freed blocks and changes of ``find(digests)``."""
         self._watched = frozenset(digests)
-        self.has_changed = False
-        """Whether, since ``watch``, a block became free or cached, or ``find`` may differ."""
+        self.has_changed = False  # a block became free or cached, or ``find`` differs
 
     def num_evictable(self, blocks: Iterable[int]) -> int:
         """Return how many of ``blocks`` count as free, but would not once they are shared."""
@@ -168,8 +161,6 @@ class BlockPool:
         self._evictable.clear()  # first: no report counts a block as free twice
         self._free.extend(evictable)
         self.has_changed = True
-
-    # --- inside ---------------------------------------------------------------------------
 
     def _evict(self) -> int:
         block, digest = self._evictable.popitem(last=False)

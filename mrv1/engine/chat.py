@@ -53,12 +53,9 @@ class ChatTemplate:
     tools: Sequence[Mapping[str, Any] | Callable[..., object]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     sanitize_control_tokens: bool = True
-    _forms: dict[str, Forms] = field(default_factory=dict, init=False)
-    """Conversation, with other texts -> the forms in which the template prints it."""
-    _tools: list[Any] | None = field(default=None, init=False)
-    """Copy of the tools."""
-    _variables: dict[str, Any] = field(default_factory=dict, init=False)
-    """Copy of the variables."""
+    _forms: dict[str, Forms] = field(default_factory=dict, init=False)  # by conversation
+    _tools: list[Any] | None = field(default=None, init=False)  # a copy
+    _variables: dict[str, Any] = field(default_factory=dict, init=False)  # a copy
 
     def __post_init__(self) -> None:
         template, tools, variables = self.chat_template, self.tools, self.chat_template_kwargs

@@ -72,11 +72,9 @@ class Probe:
         self.keep_texts = keep_texts
         self.num_words = 0
         self.words: dict[str, list[str]] = {}  # role -> the words in its contents
-        self.arguments: list[tuple[str, str]] = []
-        """Name and value of the one argument of each tool call."""
+        self.arguments: list[tuple[str, str]] = []  # name and value in each tool call
         self.has_parts: set[str] = set()  # roles with a list of parts as a content
-        self.refused = Forms()
-        """First forms that the template refuses in its own words, or the forms as given."""
+        self.refused = Forms()  # the first refused in the template's own words, or as given
         self.messages = [self._message(message) for message in messages]
 
     def forms(self, render: Render) -> Forms | None:

@@ -82,7 +82,6 @@ class EngineCore:
             for token in dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids))
             if token < model_config.vocab_size  # a tokenizer may name one that it adds
         )
-        """The model's end-of-sequence tokens."""
         scheduler_config = SchedulerConfig.for_runner(
             config,
             self.runner,

@@ -39,10 +39,8 @@ class FeaturePool:
         self._free = [range(self.num_rows)] if self.num_rows else []
         """Runs of free rows, ascending, with rows in use or cached between them."""
         self._in_use: dict[bytes, _Entry] = {}
-        self._cached: OrderedDict[bytes, _Entry] = OrderedDict()
-        """Entries without users, least recently used first."""
-        self._items: dict[Request, list[MultimodalItem]] = {}
-        """The items that each running request holds, in order."""
+        self._cached: OrderedDict[bytes, _Entry] = OrderedDict()  # without users, oldest use first
+        self._items: dict[Request, list[MultimodalItem]] = {}  # held, in order
         self._users: dict[Request, None] = {}  # with items yet to compute, by their first chunk
         self._staged: list[StagedFeatures] = []  # for the step that is being planned
         self.start_step()
@@ -68,10 +66,7 @@ class FeaturePool:
         return sum(entry.num_rows for entry in entries)
 
     def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
-        """Return how far a chunk gets: its end, or the first item without enough rows.
-
-        With ``takes`` the request may take rows that no running request holds.
-        """
+        """Return how far a chunk gets; with ``takes`` in rows that no running request holds."""
         num_left = self.num_rows - self.num_held if takes else 0
         fresh: set[bytes] = set()
         for item in request.items_in(start, end):
@@ -85,10 +80,7 @@ class FeaturePool:
         return end
 
     def hold(self, request: Request, start: int, end: int) -> list[StagedFeatures]:
-        """Let a request hold the items of a chunk, whose end is as ``reach`` returned it.
-
-        Returns the items to be staged before the step; they count as staged from now on.
-        """
+        """Let a request hold the items of a chunk of ``reach``; return those to be staged."""
         held = self._items.setdefault(request, [])
         staged = []
         for item in request.items_in(start, end):
@@ -126,8 +118,6 @@ class FeaturePool:
         if entry is not None:
             self._give_back(entry.rows)
 
-    # --- chunks of the step that is being planned -----------------------------------------
-
     def fit(self, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
         count = request.uncut(start, count)
@@ -162,8 +152,6 @@ class FeaturePool:
         if request.multimodal:
             self.release(request, len(request.prompt_token_ids))
             self._users.pop(request, None)
-
-    # --- inside ---------------------------------------------------------------------------
 
     def _take(self, count: int) -> tuple[range, ...]:
         """Return ``count`` rows, taken from the least recently used entries if need be."""

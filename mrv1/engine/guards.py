@@ -24,8 +24,7 @@ WITHIN = (
 class Recoverable(Protocol):
     """An object whose methods may end anywhere: KeyboardInterrupt comes between any two lines."""
 
-    _is_changing: bool
-    """Whether a change has begun and not ended: after an interrupt it may be half done."""
+    _is_changing: bool  # a change has begun, and may be half done by an interrupt
 
     def _recover(self, error: BaseException) -> None:
         """Make the state consistent; called again if the recovery is interrupted."""

@@ -34,11 +34,9 @@ class HeadPools:
         """(group, window and sink) of each group that frees blocks as its window moves."""
 
     def __getitem__(self, group: int) -> BlockPool:
-        """Return the pool of a group."""
         return self._pools[group]
 
     def __iter__(self) -> Iterator[BlockPool]:
-        """Return the pools, group by group."""
         return iter(self._pools)
 
     @property
@@ -65,8 +63,6 @@ class HeadPools:
             if needed > pool.num_blocks:
                 return group, needed
         return None
-
-    # --- allocation -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[tuple[int, ...]]:
         """Allocate ``count`` blocks of every group; all, or none with a CapacityError."""
@@ -107,8 +103,6 @@ class HeadPools:
             [pool.num_sole(_held(own)) for pool, own in zip(self._pools, blocks, strict=True)],
             dtype=np.int64,
         )
-
-    # --- prefix cache ---------------------------------------------------------------------
 
     def cache(self, blocks: GroupBlocks, digests: Sequence[bytes], start: int, end: int) -> None:
         """Register the logical blocks ``[start, end)`` for ``find``, each under its digest."""
@@ -206,8 +200,6 @@ class HeadPools:
         """Forget all content; see ``BlockPool.reset_cache``."""
         for pool in self._pools:
             pool.reset_cache()
-
-    # --- windows --------------------------------------------------------------------------
 
     def give_up(self, group: int, blocks: list[int], start: int, end: int) -> None:
         """Free the logical blocks ``[start, end)`` of a request, which no step will read."""

@@ -79,10 +79,7 @@ def key_spans(
 
 
 class PrefixCache:
-    """Registers the full blocks of running requests, and finds them for waiting requests.
-
-    Digests are computed only at a look-up and a registration: rarely in a steady step.
-    """
+    """Registers the full blocks of running requests, and finds them for waiting requests."""
 
     def __init__(self, pools: HeadPools, slots: SlotTable, *, is_enabled: bool) -> None:
         self.is_enabled = is_enabled

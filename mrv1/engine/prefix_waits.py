@@ -28,11 +28,9 @@ class PrefixWaits:
         self._leaders: dict[Request, Request] = {}  # waiting request -> the one it waits for
 
     def __len__(self) -> int:
-        """Return how many requests wait."""
         return len(self._leaders)
 
     def __contains__(self, request: Request) -> bool:
-        """Whether a request waits."""
         return request in self._leaders
 
     def num_before(self, request: Request) -> int:

@@ -51,8 +51,7 @@ class Request:
     unsplittable: tuple[tuple[int, int], ...] = ()  # ascending spans of a step each
     multimodal: tuple[MultimodalItem, ...] = ()  # ascending by their start
     attn_mask_offsets: Int32Array | None = None  # [prompt tokens, 2] keys seen; None = causal
-    key_spans: tuple[KeySpan, ...] = ()
-    """Spans of the prompt whose K and V depend on more than tokens, such as an item's features."""
+    key_spans: tuple[KeySpan, ...] = ()  # whose K and V depend on more than tokens
     cache_key: bytes = b""  # what K and V depend on but tokens; equal for common prefixes
     priority: int = 0  # requests with a lower value run first, under the policy ``priority``
     fairness_id: str = ""  # the caller's key, by which requests of one priority take turns
@@ -99,10 +98,7 @@ class Request:
             raise RequestError(f"structured_output: {error!r}") from error
 
     def add_followers(self) -> None:
-        """Make the requests of the other ``n - 1`` outputs, which differ in ``child``.
-
-        Only the first request computes the prompt's log-probabilities.
-        """
+        """Make the requests of the other outputs, which compute no prompt log-probabilities."""
         if self.params.n == 1:
             return  # no copy of the parameters: its check takes half the time of an admission
         params = replace(self.params, prompt_logprobs=None)

@@ -39,8 +39,7 @@ class RequestGroup:
         self._completions = [
             _Completion(member, self._tokenizer, start) for member in self.requests
         ]
-        self._prompt: tuple[dict[int, Logprob] | None, ...] | None = None
-        """Log-probabilities of the prompt, once they are known."""
+        self._prompt: tuple[dict[int, Logprob] | None, ...] | None = None  # once known
 
     @property
     def req_id(self) -> str:

@@ -27,10 +27,9 @@ they may be, and the check would refuse requests that fit."""
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
-    """Raise unless the engine supports the parameters.
+    """Raise a RequestError unless the engine supports the parameters.
 
-    RequestError: a token is not in the vocabulary, or a field exceeds a limit; the message names
-    the field, and the option that raises the limit.
+    The message names the field, and the option that raises its limit.
     """
     if params.structured_outputs is not None:
         raise RequestError(
@@ -155,12 +154,7 @@ def _logprob_bytes(
 def check_fits(
     request: Request, pools: HeadPools, features: FeaturePool, max_num_batched_tokens: int
 ) -> None:
-    """Raise a RequestError unless steps of ``max_num_batched_tokens`` can compute a request.
-
-    The pools may be too small for it, a span that must not be split out of order or longer than a
-    step, an item's rows of features more than there is room for, or ``min_tokens`` given with more
-    stop tokens than can be masked.
-    """
+    """Raise a RequestError unless pools, features and steps suffice to compute a request."""
     lacking = pools.lacking(request.max_total_tokens, max_num_batched_tokens)
     if lacking is not None:
         group, needed = lacking

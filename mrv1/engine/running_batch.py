@@ -250,10 +250,7 @@ class RunningBatch:
         return new_blocks
 
     def shrink(self, request: Request, end: int, new_blocks: NewBlocks) -> None:
-        """Give back the blocks that a request's first ``end`` tokens do not need.
-
-        They come from ``new_blocks`` of the step being planned: no step has used them.
-        """
+        """Give back blocks beyond ``end`` tokens, from ``new_blocks``, which no step has used."""
         pools, slot = self._pools, request.slot
         count = int(self._slots.capacity[slot]) // pools.block_size - pools.blocks_for(end)
         if count <= 0:
@@ -267,10 +264,7 @@ class RunningBatch:
             del new_blocks[slot]
 
     def num_free_soon(self) -> int:
-        """Return how many blocks of every group will be free when the steps in flight are over.
-
-        They come from requests that end by length and from windows: the tokens do not matter.
-        """
+        """Return how many blocks of every group steps in flight leave free, whatever they draw."""
         pools, slots = self._pools, self._slots
         num_free = np.array([pool.num_free + pool.num_quarantined for pool in pools])
         for request in self.requests.values():

@@ -22,10 +22,8 @@ OVERRIDE = "override_generation_config"
 class SamplingDefaults:
     """Values of ``SamplingParams`` fields, and where they come from."""
 
-    values: dict[str, Any]
-    """By field of ``SamplingParams``; the other fields keep their own defaults."""
-    description: str
-    """For the start-up line; empty if there are no values."""
+    values: dict[str, Any]  # by field of ``SamplingParams``; the others keep their own defaults
+    description: str  # for the start-up line; empty if there are no values
 
     @classmethod
     def read(

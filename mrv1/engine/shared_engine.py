@@ -32,8 +32,7 @@ class SharedEngine:
         self._groups: dict[str, RequestGroup] = {}  # last output not delivered, by id
         self._undelivered: dict[str, RequestGroup] = {}  # changed, for ``step`` to return
         self._awaited: dict[str, RequestGroup] = {}  # changed, for their callers to take
-        self._given_up: deque[str] = deque()
-        """Requests to be aborted: their ``generate`` or ``stream`` has ended before them."""
+        self._given_up: deque[str] = deque()  # to abort: their caller has ended before them
         self._ids = itertools.count()
 
     @property

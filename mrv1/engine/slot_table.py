@@ -21,8 +21,7 @@ class SlotTable:
         self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)  # times freed
         self.num_tokens = column()  # known and pending tokens
         self.num_computed = column()  # tokens with K and V once the launched steps are over
-        self.max_computed = column()
-        """One less than the tokens at which the request ends: its last token is never computed."""
+        self.max_computed = column()  # one less than its most tokens: the last is never computed
         self.capacity = column()  # tokens for which the request has blocks
         self.num_landed = column()  # tokens whose K and V steps that are over and succeeded wrote
         self.num_cached_blocks = column()  # leading blocks that were offered to the prefix cache

@@ -26,10 +26,7 @@ class TokenRoom:
         return self._has_chunk and self.num_left <= 0
 
     def fit(self, count: int, least: int) -> int:
-        """Return how many of ``count`` tokens the next chunk may have.
-
-        The first has at least ``least``, so that the oldest prompt always makes progress.
-        """
+        """Return how many of ``count`` tokens the next chunk has; the first at least ``least``."""
         fitting = min(count, max(self.num_left, 0))
         return fitting if self._has_chunk else max(fitting, min(least, count))
 
@@ -84,10 +81,7 @@ class StepBudget:
     def limit_chunks(
         self, counts: npt.NDArray[np.integer], prompt_tokens: Callable[[int, int], int]
     ) -> None:
-        """Find out whether chunks must be cut: for decodes, or because they are long.
-
-        ``counts``: tokens wanted by request; ``prompt_tokens``: ``Admission.num_prompt_tokens``.
-        """
+        """Find out whether chunks of wanted ``counts`` must be cut: for decodes, or if long."""
         chunks = counts[counts > 1]
         most_per_request = self._threshold or self._max_tokens + 1
         if self._max_mixed_tokens is not None and (counts == 1).any():
@@ -111,8 +105,6 @@ class StepBudget:
     def is_open(self) -> bool:
         """Whether the step may have more prompt tokens."""
         return self.num_left > 0 and (self.room is None or not self.room.is_full)
-
-    # --- fit and take -----------------------------------------------------------------------
 
     def fit(self, request: Request, start: int, count: int, *, enters: bool = False) -> int:
         """Return how many of ``count`` tokens the step may have; ``enters``: it still waits."""
@@ -148,8 +140,6 @@ class StepBudget:
     def forget_promise(self) -> None:
         """Keep no tokens in the next step."""
         self._promise = None
-
-    # --- rest and trim ----------------------------------------------------------------------
 
     def rest(self, step: NextStep, batch: RunningBatch, num_free: int) -> bool:
         """Give the tokens that the step has left to the long prompts, up to the threshold of each.

@@ -135,7 +135,6 @@ class HeadPolicy:
     heads: tuple[tuple[Visible, ...], ...]
 
     def __post_init__(self) -> None:
-        """Check ``heads``."""
         _check_heads("head policy", self.heads)
 
     # --- sources --------------------------------------------------------------------------
