@@ -190,11 +190,7 @@ class SharedEngine:
         """
         self._given_up.extend(rows)
         if rows and not self._turns.is_mine:
-            self._abort_given_up_in_turn()
-
-    @in_turn
-    def _abort_given_up_in_turn(self) -> None:
-        self.abort_forgotten()
+            self._turns.take(self.abort_forgotten)
 
     @recovers
     def abort_forgotten(self) -> None:
