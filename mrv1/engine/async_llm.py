@@ -288,9 +288,7 @@ class _EngineThread:
         self._streams: dict[str, _Stream] = {}  # unfinished, by id; of the engine's thread
         self._inbox: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         """Calls for the engine's thread; None = stop."""
-        self._lock = (
-            threading.Lock()
-        )  # of unfinished requests, ``_is_open`` and the inbox's entrance
+        self._lock = threading.Lock()  # of unfinished requests, ``_is_open`` and the inbox
         self._num_unfinished = 0  # places of requests that wait, run or are being made
         self._is_open = True
         self._process = os.getpid()  # a forked child has the object, but not its thread

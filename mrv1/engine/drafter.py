@@ -9,7 +9,6 @@ from mrv1.config import SpeculativeConfig
 MIN_GAIN = 0.5
 """Least accepted drafts per row that a step with drafts has to promise. The next step cannot be
 launched before its result is read, which costs up to about half of a decode step's time."""
-
 START_GAIN = 2.0  # accepted drafts per step that a new request promises
 GAIN_AFTER_REST = 1.0  # accepted drafts per step that a request promises after a rest
 FIRST_REST = 32

@@ -25,7 +25,6 @@ operations for a token as they have bytes, so this is a GPU's operations per byt
 STEP_FLOPS = 5e11
 """Operations of the least time of a step, however few its tokens and weights: the 0.6 ms of a
 decode step of the Qwen3-0.6B shape on an H200."""
-
 MIXED_FLOPS = 4e12  # of prompts for which decodes may wait: 5 to 6 ms on an H100 or H200
 LEAST_MIXED_TOKENS = 1024
 """Prompt tokens beside decodes with which a step is about as efficient as with more: products of

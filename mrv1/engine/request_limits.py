@@ -27,10 +27,7 @@ they may be, and the check would refuse requests that fit."""
 
 
 def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) -> None:
-    """Raise a RequestError unless the engine supports the parameters.
-
-    The message names the field, and the option that raises its limit.
-    """
+    """Raise a RequestError, naming the field and the option of its limit, unless supported."""
     if params.structured_outputs is not None:
         raise RequestError(
             "structured_outputs: expected None, because only LLM compiles it: give the compiled "

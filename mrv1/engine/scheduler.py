@@ -407,8 +407,6 @@ class Scheduler:
         self._requests = dict(self.waiting)
         return failed
 
-    # --- steps in flight ------------------------------------------------------------------
-
     def _retire(self, step: LaunchedStep) -> None:
         """Remove a step from the steps in flight; release the blocks whose last step is over."""
         self._in_flight.remove(step)
@@ -422,8 +420,6 @@ class Scheduler:
             self.num_stale_outputs += len(live) - int(np.count_nonzero(live))
             self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
         return live
-
-    # --- leaving --------------------------------------------------------------------------
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is Status.RUNNING:

@@ -27,7 +27,6 @@ CONTEXT_TOKENS, WINDOW_TOKENS = 12, 24
 """Least and most tokens, without the new tokens, that ``Detokenizer`` decodes again. The three
 replacement characters that may end a text stand for up to 9 bytes, and up to 3 bytes before them
 may be the rest of an earlier character: 12 tokens, if each token is a byte."""
-
 _NO_UTF8 = re.compile("[\udc80-\udcff]")  # a byte of no character, by surrogateescape
 
 

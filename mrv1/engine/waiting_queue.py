@@ -13,7 +13,6 @@ from mrv1.runner.step import RequestId
 QUANTUM = 512
 """Tokens that a turn gives to a fairness id. A turn ends with the request that uses them up: of
 two ids that always have a request waiting, none is ahead by more than two quanta and a request."""
-
 FEW_PRIORITIES = 16  # priorities of which no request waits that the queue keeps without more ado
 
 
