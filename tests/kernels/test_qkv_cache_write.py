@@ -570,7 +570,12 @@ WRONG = [
     (_change("k_out", torch.Tensor.half), TypeError, "k_out: expected dtype torch.float32"),
     (_change("k_out", lambda x: x[1:]), ValueError, r"k_out: expected shape \[5, 2, 16\], got"),
     (_change("k_out", lambda x: x.mT.contiguous().mT), ValueError, "k_out: expected unit last"),
-    (_set(scales=1.0), TypeError, "k_cache: expected dtype torch.float8_e4m3fn or torch.uint8"),
+    (_set(scales=1.0), TypeError, "scales: expected KVScales or None, got float"),
+    (
+        _set(scales=KVScales.per_head(*torch.ones(2, 2))),
+        TypeError,
+        "k_cache: expected dtype torch.float8_e4m3fn or torch.uint8",
+    ),
 ]
 
 
