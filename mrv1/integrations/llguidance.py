@@ -129,7 +129,7 @@ class LLGuidance:
             raise
 
     def regex(self, pattern: str) -> LLGuidanceGrammar:
-        """Return the grammar of whole matches of a pattern; RequestError if not compiled."""
+        """Return the grammar of whole matches of a pattern; RequestError: a wrong pattern."""
         (grammar,) = json_module.loads(self._new_matcher.grammar_from_regex(pattern))["grammars"]
         return self._compiled("regex", grammar["lark_grammar"])
 
@@ -140,7 +140,7 @@ class LLGuidance:
         return self._compiled("choice", f"start: TEXT\nTEXT: {terminal}")
 
     def grammar(self, rules: str) -> LLGuidanceGrammar:
-        """Return that of EBNF from the rule ``root``, or Lark from ``start``, or RequestError."""
+        """Return that of EBNF from ``root`` or Lark from ``start``; RequestError: wrong rules."""
         if _EBNF_RULE.search(rules):
             try:
                 rules = _by_character(self._gbnf_to_lark(_plain_ebnf(rules)))
@@ -185,7 +185,7 @@ class LLGuidanceMatcher:
         self._raise_error()
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False if not allowed; RequestError if too ambiguous a grammar."""
+        """Advance by a token; False = not allowed; RequestError: too ambiguous a grammar."""
         if token_id in self._stops:
             is_complete = not self._has_ended and self._matcher.is_accepting()
             self._has_ended |= is_complete

@@ -32,7 +32,7 @@ def record(kernels: KernelSet) -> KernelRecorder:
 
 @contextmanager
 def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]]:
-    """Yield a set's kernels and a stand-in runner that adds those of its steps; bars GPU use."""
+    """Yield a set's kernels and a runner that adds those of its steps; no GPU works here later."""
     with stand_in_gpu(kernels.gpu) as (recorder, device):
         config = replace(
             kernels.config,

@@ -132,7 +132,7 @@ def stand_in_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def stand_in_gpu(gpu: DeviceInfo) -> Iterator[tuple[KernelRecorder, torch.device]]:
-    """Run the body on a stand-in GPU; yield its kernels' recorder and the GPU; bars GPU use."""
+    """Run the body on a stand-in GPU; yield its recorder and itself; no GPU works here later."""
     from mrv1.kernels._base.recording import KernelRecorder
 
     device = torch.device("cuda", 0)

@@ -83,7 +83,7 @@ class KVTransfer:
 
 
 def connector_view(cache: LayerCache) -> torch.Tensor:
-    """Return K and V as one view, ``[blocks, 2, block_size, kv_heads, head_dim]``, far apart."""
+    """Return K and V in one view, ``[blocks, 2, block_size, kv_heads, head_dim]``; 2 = K, V."""
     k, v = cache.k, cache.v
     blocks, heads, size, dim = k.shape
     of_block, of_head, of_token, of_dim = k.stride()

@@ -73,7 +73,7 @@ def interface_of(release: str) -> Interface:
 
 @cache
 def interface() -> Interface:
-    """Return that of the installed vLLM, not imported; ConfigError if missing or untested."""
+    """Return the interface of the installed vLLM, unimported; ConfigError if none is tested."""
     try:
         return interface_of(version("vllm"))
     except PackageNotFoundError as error:

@@ -233,7 +233,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Return the step's result, drawn under masks if any; StepError; RuntimeError: no step."""
+        """Draw tokens that await masks; return the result. StepError; RuntimeError: no step."""
         step, self._awaits_masks = self._awaits_masks, None
         launched, self._launched = self._launched, None
         if step is not None:
