@@ -24,6 +24,8 @@ INT8 = PageFormat(
     choose_path=lambda _: Conversion(path="hardware", reason="every GPU converts int8"),
 )
 """As docs/adding.md describes a format: the oracles need no more than this object."""
+STEPS = {"fp8_e4m3": 32, "int8": 1}
+"""Between the two largest codes."""
 
 
 def test_the_configuration_names_every_format():
@@ -63,7 +65,7 @@ def test_codes_are_within_half_a_step_and_saturate(page_format: PageFormat):
     codes = page_format.encode(x, scale)
     assert codes.dtype == torch.uint8
     values = page_format.decode(codes, scale, torch.float64)
-    step = 1 if page_format is INT8 else 32  # between the two largest codes
+    step = STEPS[page_format.name]
     assert ((values - x).abs() <= scale[:, None] * step / 2 * (1 + 1e-6)).all()
     far = page_format.encode(10 * x, scale)
     assert page_format.decode(far, scale, torch.float64).abs().max() == values.abs().max()
@@ -85,7 +87,9 @@ def test_a_new_format_is_written_and_attended_to_by_the_oracles():
         scales = None
         if page_format.has_scales:
             scales = KVScales.per_token(*torch.full((2, *shape), torch.nan), page_format)
-            with pytest.raises(TypeError, match="k_cache: expected dtype"):
+            is_known = page_format.dtype in {each.dtype for each in FORMATS.values()}
+            message = "scales: expected KVScales" if is_known else "k_cache: expected dtype"
+            with pytest.raises(TypeError, match=message):
                 reference.kv_cache_write(key, value, k_cache, v_cache, slots, layout)
         reference.kv_cache_write(key, value, k_cache, v_cache, slots, layout, scales=scales)
         ids = torch.tensor([[2], [3]])
