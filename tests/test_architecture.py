@@ -425,6 +425,30 @@ def no_hidden_wait(file: File) -> Iterator[str]:
             yield f"{line}: .{name}() in {scope}"
 
 
+def kernels_import_constants_by_name(file: File) -> Iterator[str]:
+    """No kernel reads a constant of a module: Triton's key of a cached kernel leaves it out.
+
+    See findings/triton-constants-of-modules.sh.
+    """
+    modules = {
+        alias.asname or alias.name
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if f"{node.module}.{alias.name}".removeprefix("mrv1.") in BY_NAME
+    }
+    for function in ast.walk(file.tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        decorators = [getattr(each, "func", each) for each in function.decorator_list]
+        if not {_dotted(each) for each in decorators} & {"triton.jit", "gluon.jit"}:
+            continue
+        for node in ast.walk(function):
+            is_read = isinstance(node, ast.Attribute) and _dotted(node.value) in modules
+            if is_read and node.attr.isupper():
+                yield f"{node.lineno}: {_dotted(node)}"
+
+
 def atomics_name_their_order(file: File) -> Iterator[str]:
     """Every atomic operation of a kernel says ``sem``: the default is a barrier that few need."""
     for node in ast.walk(file.tree):
@@ -565,6 +589,7 @@ RULES: list[Rule] = [
     no_assert,
     ascii_only,
     no_hidden_wait,
+    kernels_import_constants_by_name,
     atomics_name_their_order,
     launches_do_not_follow_the_rows,
     no_circle,
@@ -689,6 +714,12 @@ BREAKING = [
     (no_hidden_wait, "runner.input_batch", "torch.cuda.synchronize()"),
     (no_hidden_wait, "runner.input_batch", "x.to('cpu', non_blocking=True)"),
     (no_hidden_wait, "models.decoder", "class A:\n    def f(self):\n        return self.x.cpu()"),
+    (
+        kernels_import_constants_by_name,
+        "kernels.attention.prefill.hopper",
+        "from mrv1.kernels.attention.prefill import warp_groups as wg\n"
+        "@gluon.jit(do_not_specialize=['x'])\ndef f(x):\n    return x + wg.ROWS",
+    ),
     (atomics_name_their_order, "kernels.cache.quarter_write", "tl.atomic_add(ptr, 1, mask=x)"),
     (
         atomics_name_their_order,
@@ -783,6 +814,12 @@ KEEPING = [
     (ascii_only, "runner.step", "# e"),
     (no_hidden_wait, "runner.async_output", "x.tolist()"),
     (no_hidden_wait, "engine.llm", "x.tolist()"),
+    (
+        kernels_import_constants_by_name,
+        "kernels.attention.prefill.hopper",
+        "from mrv1.kernels.attention.prefill import warp_groups as wg\n"
+        "@gluon.jit\ndef f(x):\n    return wg.count_tiles(x) + ROWS\nROWS = wg.ROWS",
+    ),
     (atomics_name_their_order, "kernels.step.post_update", "tl.atomic_add(ptr, 1, sem='relaxed')"),
     (launches_do_not_follow_the_rows, "kernels.layers.rms_norm", "def default_for(cls, dim): ..."),
     (
