@@ -12,6 +12,7 @@ from benchmarks.measure.shapes import shape_config
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.formats import PageFormat
 from mrv1.models import random_weights
+from mrv1.models.weights import Weight
 from mrv1.runner.kv_cache import CacheSpec
 
 QWEN3 = shape_config("qwen3-0.6b")
@@ -42,14 +43,12 @@ def test_bytes_of_biases_are_counted():
 
 def test_weight_bytes_equal_those_of_the_loaded_tensors():
     weights = random_weights(TINY, device="cpu", dtype=torch.float32, seed=0)
-    tensors = [weights.embed, weights.final_norm]
-    tensors += [
-        tensor
-        for layer in weights.layers
-        for name in layer.__slots__
-        if (tensor := getattr(layer, name)) is not None
-    ]
-    assert step_weight_bytes(TINY, torch.float32) == sum(t.nbytes for t in tensors)
+    parts = [weights.embed, weights.final_norm]
+    parts += [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
+    tensors = [each.values if isinstance(each, Weight) else each for each in parts]
+    tensors += [each.bias for each in parts if isinstance(each, Weight)]
+    num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    assert step_weight_bytes(TINY, torch.float32) == num_bytes
 
 
 def qwen3_cache(dtype: torch.dtype, **scales: str) -> CacheSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from mrv1 import CapacityError, EngineConfig, SamplingParams
 from mrv1.kernels import reference
 from mrv1.runner import ModelRunner, device_memory, logprobs, model_runner, profile
+from mrv1.runner import start as runner_start
 from mrv1.runner.logprobs import (
     FILTER_BYTES,
     FILTER_CHUNK,
@@ -253,17 +254,18 @@ def _measure(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "function", "option", "what"),
+    ("start", "module", "function", "option", "what"),
     [
-        (_start, "load_model", "model", "weights"),
-        (_start, "blocks_of_groups", "max_num_batched_tokens", "the largest step"),
-        (_measure, "kv_bytes", "max_num_batched_tokens", "the largest step"),
+        (_start, runner_start, "load_model", "model", "weights"),
+        (_start, runner_start, "blocks_of_groups", "max_num_batched_tokens", "the largest step"),
+        (_measure, model_runner, "kv_bytes", "max_num_batched_tokens", "the largest step"),
     ],
 )
 def test_a_start_on_a_full_gpu_says_who_has_its_memory(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     start: Callable[[Path], object],
+    module: ModuleType,
     function: str,
     option: str,
     what: str,
@@ -272,7 +274,7 @@ def test_a_start_on_a_full_gpu_says_who_has_its_memory(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     gib = 2**30
-    monkeypatch.setattr(model_runner, function, fail)
+    monkeypatch.setattr(module, function, fail)
     monkeypatch.setattr(device_memory, "memory_bytes", lambda _: (3 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 7 * gib)
     with pytest.raises(CapacityError) as error:
