@@ -178,7 +178,7 @@ def _take_logprobs(step: LaunchedStep, output: StepOutput, row: int, num_tokens:
         request.output_logprobs += output.logprobs[row].one_by_one(num_tokens)
     if step.num_prompt_logprobs(row):
         known = request.num_prompt_logprobs - step.start(row)
-        fresh = output.prompt_logprobs[row].behind(known)
+        fresh = output.prompt_logprobs[row].after(known)
         if len(fresh):
             request.prompt_logprobs.append(fresh)
 

@@ -134,7 +134,7 @@ class TokenLogprobs:
         """Return the number of positions."""
         return len(self.token_ids)
 
-    def behind(self, num_positions: int) -> TokenLogprobs:
+    def after(self, num_positions: int) -> TokenLogprobs:
         """Return the log-probabilities after the first ``num_positions`` positions."""
         return self._part(slice(num_positions, None))
 

@@ -240,4 +240,4 @@ def test_a_packed_position_reads_like_arrays_and_is_pickled():
         assert each.token_ids.tolist() == [[7, 8, 9]]
         assert each.logprobs.tolist() == [[-1, -2, -3]]
         assert each.ranks.tolist() == [[4, 4, 4]]
-    assert len(packed.behind(1)) == 0
+    assert len(packed.after(1)) == 0

@@ -80,7 +80,7 @@ class RepeatedCall:
 
         Args:
             op: calls the op with these tensors; no tensor that it gets may be a copy of one.
-            tensors: those that may be others in the next call, at least all that are.
+            tensors: every tensor that another call may replace.
             same: objects that stand for all else that the op gets; each must be the very object of
                 the call before. They stay alive until the next call, or until ``forget``.
         """
