@@ -18,7 +18,7 @@ from benchmarks.report.charts import attention_chart
 from benchmarks.report.columns import column, console
 from benchmarks.report.draw import plot as write_plot
 from benchmarks.report.files import ResultFile
-from benchmarks.report.rows import variant_rows
+from benchmarks.report.rows import query_heads, variant_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import say, show_table
 from mrv1.cli.options import FieldsOf, command, counts, words
@@ -38,6 +38,11 @@ HELP = SHARED | {
 }
 
 
+def _groups(text: str) -> tuple[int, ...]:
+    """Return the groups that a text has between commas."""
+    return counts("groups", text) if text else ()
+
+
 @command
 def attention(
     options: Annotated[
@@ -47,11 +52,14 @@ def attention(
             names=NAMES,
             help=HELP
             | {
+                "groups": "Query heads per KV head, comma-separated, each measured on every cell "
+                "instead of --q-heads; the cells are then 6 to 32 requests of 4,000 tokens by "
+                "default.",
                 "cells": "BATCHxCONTEXT pairs, such as 1x8192,8x4096; 4x16384+60x2048 adds 60 "
                 "decodes to a prefill. Default: a grid.",
                 "query_len": "Tokens a prefill computes, the last of each request. Default: all.",
             },
-            parsers={"cells": cells, "peers": words},
+            parsers={"cells": cells, "groups": _groups, "peers": words},
         ),
     ],
     output: Output = None,
@@ -78,7 +86,11 @@ def attention(
     for name, why, where in _failures(result):
         say(f"peer {name} {where}: {why}")
     for name, mean in result["geometric_mean_over_ours"].items():
-        say(f"{name}: {mean:.2f} times our time, geometric mean over the cells that it ran")
+        worst = result["worst_over_ours"][name]
+        say(
+            f"{name}: {mean:.2f} times our time, geometric mean over the cells that it ran; "
+            f"{worst:.2f} in our worst cell"
+        )
     show_table(_attention_table(result))
 
 
@@ -135,7 +147,7 @@ def _attention_table(result: dict[str, Any]) -> Table:
         variant_rows(result),
         f"{result['mode']} attention, {result['dtype']}, KV cache {result['kv_dtype']}, "
         f"{_where(result)}",
-        f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads "
+        f"{query_heads(conditions)}, {conditions['num_kv_heads']} KV heads "
         f"of {conditions['head_dim']}, blocks of {conditions['block_size']}; medians of "
         f"{conditions['repeats']} samples; ratio = time over mrv1's time",
         section="batch x context",

@@ -21,6 +21,7 @@ from benchmarks.kernels.comparison import (
     Say,
     compare,
     geometric_means,
+    ratios_of_variants,
 )
 from benchmarks.measure.timing import (
     MAX_LAUNCHES,
@@ -86,6 +87,7 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
         },
         conditions={
             **bench.conditions(),
+            **({"groups": list(bench.groups)} if bench.groups else {}),
             "head_roles": "uniform" if bench.full_heads == 1.0 else roles,
             "soft_cap": bench.soft_cap,
             "logit_sinks": bench.sinks,
@@ -93,7 +95,11 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
             "plan": "made before, once for all layers, as the peers' are; timed apart (plan_us)",
         },
     )
-    return result | {"geometric_mean_over_ours": geometric_means(result["results"])}
+    ratios = ratios_of_variants(result["results"])
+    return result | {
+        "geometric_mean_over_ours": geometric_means(result["results"]),
+        "worst_over_ours": {name: min(values) for name, values in ratios.items()},
+    }
 
 
 def _measure_case(
@@ -103,6 +109,7 @@ def _measure_case(
     contenders: Contenders = dict(_ours(bench, comparison, data))
     entry = {
         **asdict(case.cell),
+        **({"group": case.num_q_heads // case.num_kv_heads} if bench.groups else {}),
         "query_len": case.query_len,
         "bytes_moved": case.bytes_moved,
         "kv_bytes": case.kv_bytes,
@@ -112,7 +119,8 @@ def _measure_case(
     contenders |= comparison.installed(partial(_peer, data))
     if case.query_len == 1:
         entry["plan_us"] = _plan_us(comparison, data)
-    return comparison.run(str(case.cell), entry, contenders)
+    group = f", group {entry['group']}" if bench.groups else ""
+    return comparison.run(f"{case.cell}{group}", entry, contenders)
 
 
 def _plan_us(comparison: Comparison, data: AttentionData) -> float:

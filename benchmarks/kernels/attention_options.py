@@ -18,6 +18,8 @@ DECODE_CELLS = tuple(
         (64, 8192), (128, 1024), (128, 4096), (256, 512), (256, 1024), (256, 4096),
     )
 )  # fmt: skip
+GROUP_CELLS = tuple(Cell(batch, 4000) for batch in (6, 12, 16, 20, 24, 32))
+"""With 8 KV heads 48 to 256 segments, from a share of the multiprocessors to twice as many."""
 PREFILL_CELLS = (Cell(1, 8192), Cell(8, 2048))
 
 
@@ -34,7 +36,9 @@ class AttentionBench(CacheBench):
     query_len: int | None = None
     """Tokens that a prefill computes, the last of each request; None = all."""
     cells: tuple[Cell, ...] = ()
-    """Empty = ``DECODE_CELLS`` or ``PREFILL_CELLS``."""
+    """Empty = ``DECODE_CELLS``, ``GROUP_CELLS`` or ``PREFILL_CELLS``."""
+    groups: tuple[int, ...] = ()
+    """Query heads per KV head, each measured on every cell; empty = those of ``num_q_heads``."""
     full_heads: float = 1.0
     """Share of the KV heads that are full (see everything), 0 to 1."""
     window: int = 256
@@ -79,6 +83,8 @@ class AttentionBench(CacheBench):
                 raise ConfigError(f"cells: expected one length in whole prompts, got {mixed}")
         if len(set(self.cells)) < len(self.cells):
             raise ConfigError(f"cells: expected different cells, got {[*map(str, self.cells)]}")
+        if min(self.groups, default=1) < 1 or len(set(self.groups)) < len(self.groups):
+            raise ConfigError(f"groups: expected different numbers >= 1, got {self.groups}")
         if self.num_q_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_q_heads: expected a multiple of {self.num_kv_heads}, got {self.num_q_heads}"
@@ -93,10 +99,13 @@ class AttentionBench(CacheBench):
     @property
     def chosen_cells(self) -> tuple[Cell, ...]:
         """``cells``, or the mode's own."""
-        return self.cells or (DECODE_CELLS if self.mode == "decode" else PREFILL_CELLS)
+        if self.mode == "prefill":
+            return self.cells or PREFILL_CELLS
+        return self.cells or (GROUP_CELLS if self.groups else DECODE_CELLS)
 
     def cases(self) -> list[AttentionCase]:
-        """Return one case per cell, with all its sizes."""
+        """Return one case per cell and group, with all its sizes."""
+        q_heads = [group * self.num_kv_heads for group in self.groups] or [self.num_q_heads]
         return [
             AttentionCase(
                 cell=cell,
@@ -106,7 +115,8 @@ class AttentionBench(CacheBench):
                 sink=self.sink,
                 soft_cap=self.soft_cap,
                 has_sinks=self.sinks,
-                **self.shape,
+                **self.shape | {"num_q_heads": num_q_heads},
             )
             for cell in self.chosen_cells
+            for num_q_heads in q_heads
         ]

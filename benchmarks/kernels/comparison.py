@@ -204,10 +204,16 @@ def compare(
     }
 
 
-def geometric_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return, per other variant, the geometric mean of its time over ours, where it ran."""
+def ratios_of_variants(results: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Return, per other variant, its time over ours in each case where it ran."""
     ratios: dict[str, list[float]] = {}
     for entry in results:
         for name, ratio in entry["peer_time_over_ours"].items():
             ratios.setdefault(name, []).append(ratio)
+    return ratios
+
+
+def geometric_means(results: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return, per other variant, the geometric mean of its time over ours, where it ran."""
+    ratios = ratios_of_variants(results)
     return {name: statistics.geometric_mean(values) for name, values in ratios.items()}

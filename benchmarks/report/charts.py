@@ -274,11 +274,12 @@ def _cache(file: ResultFile) -> str:
 
 
 def _is_plain(file: ResultFile) -> bool:
-    """Whether an attention file has shares, and neither head roles, a soft cap nor logit sinks."""
+    """Whether an attention file has shares, and no groups, head roles, soft cap or logit sinks."""
     conditions = file.result["conditions"]
     return (
         file.result["copy_bandwidth_bytes_per_s"] is not None
         and conditions["head_roles"] == "uniform"
+        and not conditions.get("groups")
         and not conditions.get("soft_cap")
         and not conditions.get("logit_sinks")
     )

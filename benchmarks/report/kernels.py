@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.report.columns import TEXT, Column, column, markdown, shown, table
 from benchmarks.report.files import OURS, ResultFile, optional, versions, with_conditions
-from benchmarks.report.rows import own_rows
+from benchmarks.report.rows import own_rows, query_heads
 
 
 def kernel_table(file: ResultFile) -> str:
@@ -24,6 +24,9 @@ def kernel_table(file: ResultFile) -> str:
     blank = [""] * (len(columns) - len(others) - 1)
     body = [[each.cell(row) for each in columns] for row in rows]
     body.append(["geometric mean", *blank, *(each.cell(means) for each in others)])
+    if worst := result.get("worst_over_ours"):
+        least = {"peer_time_over_ours": worst}
+        body.append(["worst", *blank, *(each.cell(least) for each in others)])
     conditions = result["conditions"]
     order = conditions.get("slot_order", "tokens")
     roles = conditions.get("head_roles", "uniform")
@@ -33,7 +36,7 @@ def kernel_table(file: ResultFile) -> str:
         f"{result['dtype']}, cache {result['kv_dtype']}, "
         f"{'' if order == 'tokens' else f'{order} in random order, '}{result['path']} path on "
         f"one {file.device}",
-        f"{conditions['num_q_heads']} query heads, {conditions['num_kv_heads']} KV heads of "
+        f"{query_heads(conditions)}, {conditions['num_kv_heads']} KV heads of "
         f"{conditions['head_dim']}, blocks of {conditions['block_size']}",
         ""
         if roles == "uniform"

@@ -127,6 +127,15 @@ def cell_label(entry: dict[str, Any]) -> str:
     if 1 < entry["query_len"] < entry["context"]:
         context = f"{entry['query_len']} of {context}"
     label = f"{entry['batch']} x {context}"
+    if entry.get("group"):
+        label += f", group {entry['group']}"
     if entry.get("num_decodes"):
         label += f" + {entry['num_decodes']} x {entry['decode_context']}"
     return label
+
+
+def query_heads(conditions: dict[str, Any]) -> str:
+    """Return the query heads of an attention result's cells."""
+    if groups := conditions.get("groups"):
+        return f"groups of {', '.join(map(str, groups))} query heads"
+    return f"{conditions['num_q_heads']} query heads"

@@ -23,7 +23,8 @@ from benchmarks.peers import attention as peers
 from benchmarks.report.charts import Chart, attention_chart
 from benchmarks.report.draw import plot
 from benchmarks.report.files import ResultFile
-from benchmarks.report.rows import cells_by_bytes
+from benchmarks.report.kernels import kernel_table
+from benchmarks.report.rows import cells_by_bytes, own_rows
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.kernels import PrefillSplits, reference
 
@@ -38,7 +39,7 @@ SMALL = {
 KEYS = {
     "op", "schema", "mode", "dtype", "kv_dtype", "path", "device", "driver", "versions", "commit",
     "date", "peers", "copy_bandwidth_bytes_per_s", "conditions", "results",
-    "geometric_mean_over_ours",
+    "geometric_mean_over_ours", "worst_over_ours",
 }  # fmt: skip
 ENTRY_KEYS = {
     "batch", "context", "shortest", "num_decodes", "decode_context", "query_len",
@@ -305,6 +306,32 @@ def test_share_and_ratios_follow_from_bytes_and_times(monkeypatch: pytest.Monkey
             )
     mean = (ratios[0] * ratios[1]) ** 0.5
     assert result["geometric_mean_over_ours"] == {"torch-sdpa": pytest.approx(mean)}
+    assert result["worst_over_ours"] == {"torch-sdpa": pytest.approx(min(ratios))}
+
+
+def test_every_group_is_measured_on_every_cell():
+    bench = AttentionBench(**SMALL, groups=(1, 3), peers=("torch-sdpa",))
+    result = run_attention(bench)
+    assert result["conditions"]["groups"] == [1, 3]
+    entries = [(entry["batch"], entry["group"]) for entry in result["results"]]
+    assert entries == [(1, 1), (1, 3), (3, 1), (3, 3)]
+    flops = [entry["flops"] for entry in result["results"]]
+    assert flops[1] == 3 * flops[0]
+    assert [row["cell"] for row in own_rows(result, "mrv1")][1] == "1 x 40, group 3"
+    table = kernel_table(ResultFile("groups.json", result))
+    assert "groups of 1, 3 query heads, 2 KV heads of 16" in table
+    assert "worst" in table
+
+
+def test_groups_have_cells_of_48_to_256_segments():
+    bench = AttentionBench(groups=tuple(range(1, 17)))
+    cases = bench.cases()
+    assert len(cases) == 6 * 16
+    segments = sorted({case.cell.batch * case.num_kv_heads for case in cases})
+    assert (segments[0], segments[-1]) == (48, 256)
+    for groups in ((0,), (2, 2)):
+        with pytest.raises(ConfigError, match="groups: expected different numbers >= 1, got"):
+            AttentionBench(groups=groups)
 
 
 def test_mixed_heads_are_compared_with_a_uniform_run():

@@ -36,6 +36,19 @@ def test_attention_file_table_and_plot_have_the_same_figures(run_bench: Mrv1, tm
     assert picture.stat().st_size > 1000
 
 
+def test_groups_are_rows_of_one_file(run_bench: Mrv1, tmp_path: Path):
+    target = tmp_path / "result.json"
+    result = run_bench(
+        "attention", "--cells", "1x40", "--groups", "1,3", "--peers", "torch-sdpa", *ON_CPU,
+        "--output", target,
+    )  # fmt: skip
+    assert result.exit_code == 0
+    assert [each["group"] for each in json.loads(target.read_text("utf-8"))["results"]] == [1, 3]
+    assert "1 x 40, group 3" in result.stdout
+    assert "groups of 1, 3 query heads" in result.stdout
+    assert "in our worst cell" in result.stderr
+
+
 def test_prefill_and_roles_are_options(run_bench: Mrv1):
     result = run_bench(
         "attention", "--cells", "1x40", "--mode", "prefill", "--peers", "",
