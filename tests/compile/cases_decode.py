@@ -57,6 +57,7 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 128, False, deterministic=True),
         _decode(target, torch.bfloat16, 256, True, deterministic=True),
         *_fp8_cases(target),
+        *_group_cases(target),
         *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
@@ -70,6 +71,26 @@ def cases(target: Target) -> list[AotCase]:
         _decode(target, torch.bfloat16, 256, False, soft_cap=True),
         _decode(target, torch.bfloat16, 128, False, deterministic=True, soft_cap=True, sinks=True),
         _decode(target, torch.bfloat16, 128, True, visits_masked=True),
+    ]
+
+
+def _group_cases(target: Target) -> list[AotCase]:
+    """Return every group of query heads on the measured GPU; 2 is among the other cases."""
+    if target.name != "sm_90":
+        return []
+    groups = [group for group in range(1, 17) if group != 2]
+    return [
+        *(_decode(target, torch.bfloat16, 128, False, group=g, segments=SOME) for g in groups),
+        *(_decode(target, torch.bfloat16, 96, False, group=g, segments=SOME) for g in (5, 7)),
+        *(
+            _decode(target, torch.bfloat16, 256, False, group=g, segments=SOME)
+            for g in (5, 13, 15)
+        ),
+        *(
+            _decode(target, torch.bfloat16, 128, False, group=g, segments=SOME, fp8=fp8)
+            for fp8 in (_fp8(target, "token"),)
+            for g in (5, 7, 13)
+        ),
     ]
 
 
@@ -118,7 +139,8 @@ def _decode(
     )
     if deterministic:
         steps = PrefillAttentionConfig.default_for(head_dim, dtype, target.capability, streaming)
-        config = replace(config, tile_tokens=steps.tile_tokens)
+        most = config.max_registers if streaming else None
+        config = replace(config, tile_tokens=steps.tile_tokens, max_registers=most)
     caches = _caches(dtype, fp8)
     tile_dim = triton.next_power_of_2(head_dim)
     if fp8 is not NO_FP8:

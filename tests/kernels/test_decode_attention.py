@@ -61,7 +61,7 @@ def _check(case, group, **options):
 # --- oracle ------------------------------------------------------------------------------------
 
 
-@given(data=st.data(), group=st.sampled_from([1, 4, 8]))
+@given(data=st.data(), group=st.sampled_from([1, 4, 5, 7, 8, 13]))
 def test_kernel_agrees_with_the_oracle(device, data, group):
     query_len = data.draw(st.sampled_from([1, 1, 2, 8]))
     case = data.draw(paged_caches(layouts=SMALL, dtypes=DTYPES, uniform_query_len=query_len))

@@ -347,6 +347,21 @@ def _attend_item(
 
 
 @triton.jit
+def _rows_of(item, row, HEADS: tl.constexpr):
+    """Return (query row, query head) of the rows of an item's tile, int64.
+
+    Without a division where an item has one query: a GROUP that is no power of two would divide by
+    multiplying, in registers that a program on each multiprocessor needs.
+    """
+    first_head = item.head * HEADS.GROUP
+    if HEADS.QUERY_LEN == 1:
+        return item.req.to(tl.int64) + tl.zeros_like(row), (first_head + row).to(tl.int64)
+    query = row // HEADS.GROUP
+    q_head = (first_head + row % HEADS.GROUP).to(tl.int64)
+    return item.req.to(tl.int64) * HEADS.QUERY_LEN + query, q_head
+
+
+@triton.jit
 def _store_result(
     out, lse, states, slot, item, is_whole, row, acc, top, total,
     HEADS: tl.constexpr, TILES: tl.constexpr,
@@ -358,8 +373,7 @@ def _store_result(
     mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
     value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
     if is_whole:
-        out_row = item.req.to(tl.int64) * HEADS.QUERY_LEN + row // HEADS.GROUP
-        q_head = (item.head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
+        out_row, q_head = _rows_of(item, row, HEADS)
         store_out(out, out_row, q_head, dims, value, mask)
         if lse.ptr is not None:
             target = lse.ptr + head_offset(lse, out_row, q_head)
@@ -493,18 +507,17 @@ def _write_item(
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
     row = tl.arange(0, TILES.TILE_ROWS)
     in_tile = row < ROWS
-    query = row // HEADS.GROUP
     item_ptr = items.ptr + index.to(tl.int64) * _ITEM_FIELDS
     is_item = index < items.count
     item = _load_item(item_ptr, is_item, CACHE_MODIFIER)
     req = item.req.to(tl.int64)
     head = item.head
-    query_position = query
+    query_position = row
     if HEADS.QUERY_LEN > 1 or CACHE.VISITS_MASKED:
+        query = row // HEADS.GROUP if HEADS.QUERY_LEN > 1 else 0
         query_position = tl.where(in_tile, item.seq_len - HEADS.QUERY_LEN + query, -1)
 
-    out_row = req * HEADS.QUERY_LEN + query
-    q_head = (head * HEADS.GROUP + row % HEADS.GROUP).to(tl.int64)
+    out_row, q_head = _rows_of(item, row, HEADS)
     q_row_ptr = q.ptr + head_offset(q, out_row, q_head)[None, :]
     queries = Queries(q_row_ptr, in_tile, query_position)
     PACKED: tl.constexpr = 1 if CACHE.CODEC is None else 2  # codes in an element

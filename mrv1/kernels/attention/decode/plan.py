@@ -31,6 +31,11 @@ SHARES_PER_SM = 1.75
 """Shares of all keys per multiprocessor; a deterministic plan cuts a segment of more than one.
 With more segments than shares it is a half, as few segments are then that long."""
 
+REGISTERS_PER_SM = 1 << 16
+"""Registers of a multiprocessor, from sm_80 on."""
+MAX_REGISTERS = 256
+"""No thread can have as many."""
+
 LONG_PIECE = 1 << 20
 """Bytes of K and V from which on a piece is long, and halved where there are many segments. On an
 H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
@@ -111,10 +116,34 @@ class DecodeAttentionConfig:
         """Return the configuration for these shapes; ``dtype`` is a ``PageFormat.product_dtype``.
 
         ``tile_rows`` are a program's padded query rows, ``num_segments`` requests times KV heads.
-        The code for windows takes registers.
         """
         if INTERPRET:  # interpreting costs time per program and operation, hardly per element
             return cls(128, num_warps=1, num_stages=1, programs_per_sm=1)
+        config = cls._tuned_for(head_dim, dtype, tile_rows, num_segments, has_window, device)
+        # Without the bound, some group sizes take a few registers more, and one program fewer runs
+        # at the same time: the plan's one wave becomes two (H200, 8 x 131072, full and streaming
+        # heads: 396 us instead of 262). With it, nothing spills in a loop from sm_90 on.
+        is_bound = dtype != torch.float32 and (device.capability or (0, 0)) >= (9, 0)
+        return replace(config, max_registers=config.register_share) if is_bound else config
+
+    @property
+    def register_share(self) -> int | None:
+        """Most registers per thread with which all of ``programs_per_sm`` fit; None = any."""
+        threads = 32 * self.num_warps * self.programs_per_sm
+        share = REGISTERS_PER_SM // threads // 8 * 8  # registers are allocated in eights
+        return share if share < MAX_REGISTERS else None
+
+    @classmethod
+    def _tuned_for(
+        cls,
+        head_dim: int,
+        dtype: torch.dtype,
+        tile_rows: int,
+        num_segments: int,
+        has_window: bool,
+        device: DeviceInfo,
+    ) -> DecodeAttentionConfig:
+        """Return ``default_for`` these shapes on a device, without its bound of registers."""
         is_amd = device.capability is None
         if dtype == torch.float32:
             # Exact products run outside tensor cores: a thread holds whole rows of K in registers.
@@ -125,7 +154,7 @@ class DecodeAttentionConfig:
         is_narrow = tile_rows == MIN_TILE_ROWS and device.capability == (9, 0)
         if has_codes and is_narrow and head_dim > 128:
             # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
-            return cls(64, num_warps=4, num_stages=3, programs_per_sm=3, max_registers=168)
+            return cls(64, num_warps=4, num_stages=3, programs_per_sm=3)
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
             # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
@@ -138,28 +167,16 @@ class DecodeAttentionConfig:
         # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
         # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2 us, in steps of 128 keys 21.5).
         many = 2 * num_segments > device.num_sms
-        # With 128 registers per thread, four programs of four warps run at the same time, and
-        # nothing spills from sm_90 on. With a few more registers only three programs do, in two
-        # waves (8 x 131072, full and streaming heads: 396 us instead of 262).
-        share = 128 if (device.capability or (0, 0)) >= (9, 0) else None
         if has_codes and is_narrow and not has_window and num_segments > 16 * device.num_sms:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
             # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
-            return cls(
-                64, num_warps=2, num_stages=2, programs_per_sm=7, min_tiles=4, max_registers=144
-            )
+            return cls(64, num_warps=2, num_stages=2, programs_per_sm=7, min_tiles=4)
         if has_codes:
             fewest = 2 if many else 1
-            return cls(
-                128, num_warps=4, num_stages=2, programs_per_sm=4, min_tiles=fewest,
-                max_registers=share,
-            )  # fmt: skip
-        num_warps, share = 4 if many or has_window else 2, share if has_window else None
-        fewest = 4 if many else 1
-        return cls(
-            64, num_warps=num_warps, num_stages=2, programs_per_sm=4, min_tiles=fewest,
-            max_registers=share,
-        )  # fmt: skip
+            return cls(128, num_warps=4, num_stages=2, programs_per_sm=4, min_tiles=fewest)
+        # The code for windows takes registers, of which two warps have none to spare.
+        num_warps, fewest = 4 if many or has_window else 2, 4 if many else 1
+        return cls(64, num_warps=num_warps, num_stages=2, programs_per_sm=4, min_tiles=fewest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +327,9 @@ def _deterministic(
     steps = PrefillAttentionConfig.default_for(
         layout.head_dim, dtype, device.capability, layout.has_window
     )
-    return replace(config, tile_tokens=steps.tile_tokens)
+    # Its plan does not count on all programs at a time, and folds would spill.
+    most = config.max_registers if layout.has_window else None
+    return replace(config, tile_tokens=steps.tile_tokens, max_registers=most)
 
 
 def check_plan_options(

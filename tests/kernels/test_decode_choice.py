@@ -1,0 +1,101 @@
+"""The launch choices of decode attention: every group of query heads gets the same plan.
+
+Groups of 5 and 7 once took a few registers more than groups of 4 and 8: three programs instead of
+four ran at the same time, and the one wave that their plan counts on became two.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mrv1.kernels import DecodePlan, HeadRole, KVLayout
+from mrv1.kernels.attention.decode import plan as plan_module
+from mrv1.kernels.attention.decode.attention import merge_tile
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig, padded_rows
+from mrv1.kernels.cache.formats import FP8, PageFormat
+
+NUM_KV_HEADS = 4
+REQUESTS = (1, 12, 24, 32, 40, 48, 64, 600)
+HOPPER = (9, 0)
+STREAMING = [HeadRole(window=64, sink=16)] * NUM_KV_HEADS
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch) -> SimpleNamespace:
+    """Stand in for a GPU of 132 multiprocessors, whose capability a test sets."""
+    info = SimpleNamespace(num_sms=132, capability=HOPPER)
+    monkeypatch.setattr(plan_module, "device_info", lambda _: info)
+    monkeypatch.setattr(plan_module, "INTERPRET", False)
+    return info
+
+
+def _plan(group: int, num_reqs: int, head_dim: int, page_format: PageFormat, **options):
+    layout = KVLayout.hnd(NUM_KV_HEADS, 16, head_dim, **options)
+    return DecodePlan.allocate(
+        max_reqs=num_reqs,
+        max_keys=4096,
+        layout=layout,
+        num_q_heads=group * NUM_KV_HEADS,
+        dtype=torch.bfloat16,
+        page_format=page_format,
+    )
+
+
+def _choices(plan: DecodePlan) -> tuple[object, ...]:
+    """Return what decides how keys are cut, and into how many programs' work."""
+    bounds = (plan.max_items, plan.most_items, plan.fine_items, plan.max_pieces, plan.long_tiles)
+    return plan.config, *bounds
+
+
+@pytest.mark.parametrize("groups", [range(1, 9), range(9, 17)], ids=["to 8", "to 16"])
+@pytest.mark.parametrize("page_format", [PageFormat.plain(torch.bfloat16), FP8], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_every_group_of_a_tile_has_the_same_plan(head_dim, page_format, groups):
+    """Groups share a plan up to the columns of a tensor core product, 8, or two of them."""
+    assert len({padded_rows(group) for group in groups}) == 1
+    for num_reqs in REQUESTS:
+        plans = [_plan(group, num_reqs, head_dim, page_format) for group in groups]
+        assert len({_choices(plan) for plan in plans}) == 1, num_reqs
+
+
+@pytest.mark.parametrize("capability", [HOPPER, (10, 0), (12, 0)])
+@pytest.mark.parametrize("options", [{}, {"roles": STREAMING}], ids=["full", "streaming"])
+@pytest.mark.parametrize("page_format", [PageFormat.plain(torch.bfloat16), FP8], ids=str)
+def test_registers_are_held_to_the_share_of_the_planned_programs(
+    gpu, page_format, options, capability
+):
+    """Whatever the compiler would take for one group: all programs of the plan must fit."""
+    gpu.capability = capability
+    for head_dim in (64, 80, 96, 128, 256):
+        for group in (1, 5, 7, 8, 13, 16, 32, 64):
+            for num_reqs in REQUESTS:
+                config = _plan(group, num_reqs, head_dim, page_format, **options).config
+                threads = 32 * config.num_warps * config.programs_per_sm
+                most = config.max_registers or 255
+                assert threads * most <= 65536, (head_dim, group, num_reqs)
+                assert config.launch_options().get("maxnreg") == config.max_registers
+
+
+def test_a_share_of_registers_by_hand():
+    def share(num_warps: int, programs: int) -> int | None:
+        return DecodeAttentionConfig(64, num_warps, 2, programs).register_share
+
+    assert [share(4, 4), share(4, 3), share(2, 7)] == [128, 168, 144]
+    assert share(2, 4) is share(4, 2) is None  # 256, more than a thread can have
+    assert share(8, 2) == 128
+
+
+@pytest.mark.parametrize("capability", [None, (8, 0), (8, 9)])
+def test_registers_are_free_where_nothing_was_measured(gpu, capability):
+    gpu.capability = capability
+    plain = PageFormat.plain(torch.bfloat16)
+    assert _plan(7, 32, 128, plain).config.max_registers is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_merge_holds_as_many_partial_results_for_every_group_of_a_tile(head_dim):
+    for groups in (range(5, 9), range(9, 17)):
+        assert len({str(merge_tile(group, head_dim, False)) for group in groups}) == 1
