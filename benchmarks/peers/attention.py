@@ -143,6 +143,56 @@ def _flashinfer_plan(data: AttentionData) -> Callable[..., Any]:
     return run
 
 
+def fmha_v2(data: AttentionData) -> LayerLaunch:
+    """Run FlashInfer's TensorRT-LLM prefill on its own [blocks, K and V, tokens, heads] pages.
+
+    FlashInfer compiles it on its first launch, which takes a minute. With an fp8 cache the queries
+    are fp8 too; q, K and V have one static scale each.
+    """
+    from flashinfer.prefill import (  # type: ignore[import-not-found]
+        trtllm_fmha_v2_prefill,
+    )
+
+    case, device = data.case, data.seq_lens.device
+    if case.query_len == 1:
+        raise ValueError("computes prefills only")
+    window = {} if case.is_uniform else {"window_left": case.window - 1}
+    attend = partial(
+        trtllm_fmha_v2_prefill,
+        input_layout="Q_PAGED_KV_NHD",
+        workspace_buffer=torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+        seq_lens=data.seq_lens,
+        max_q_len=case.query_len,
+        max_kv_len=case.cell.context,
+        batch_size=case.cell.num_requests,
+        cum_seq_lens_q=data.query_start_loc,
+        cum_seq_lens_kv=torch.nn.functional.pad(
+            data.seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
+        ),
+        block_tables=data.block_of_page.contiguous(),
+        mask_mode="sliding_window" if window else "causal",
+        **window,
+    )
+
+    def launch(layer: Layer) -> Launch:
+        q, k, v, scales = layer.q, layer.k, layer.v, layer.scales
+        score_scale, v_scale = data.softmax_scale, 1.0
+        if scales is not None:
+            q_scale = q.float().abs().max() / FP8.largest
+            k_scale, value_scale = scales.k_scale.max(), scales.v_scale.max()
+            q = (q.float() / q_scale).to(torch.float8_e4m3fn)
+            k = _static_codes(k, scales.k_scale, k_scale)
+            v = _static_codes(v, scales.v_scale, value_scale)
+            score_scale *= float(q_scale * k_scale)
+            v_scale = float(value_scale)
+        pages = torch.stack([_pages(data, x).transpose(1, 2) for x in (k, v)], dim=1)
+        return partial(
+            attend, (q, pages), out=layer.out, bmm1_scale=score_scale, bmm2_scale=v_scale
+        )
+
+    return launch
+
+
 def vllm_triton(data: AttentionData) -> LayerLaunch:
     """Run vLLM's Triton kernel on its own cache: [blocks, tokens, heads, K then V].
 
@@ -269,6 +319,13 @@ PEERS: Mapping[str, Peer[Adapter]] = {
         adapter=flashinfer,
         kv_dtypes=BOTH,
         static_scale_error=0.2,  # K and V rounded to e4m3 once more: 0.11 on an H200
+    ),
+    "fmha-v2": Peer(
+        module="flashinfer",
+        adapter=fmha_v2,
+        extras=("windows", "decodes"),
+        kv_dtypes=BOTH,
+        static_scale_error=0.25,  # as flash-attn-3
     ),
     "vllm-triton": Peer(module="vllm", adapter=vllm_triton, kv_dtypes=BOTH),
     "vllm-triton-side": Peer(module="vllm", adapter=vllm_triton_side, kv_dtypes=("fp8_e4m3",)),

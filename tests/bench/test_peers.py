@@ -151,6 +151,31 @@ class _Prefill(_Wrapper):
         self._plan(qo_indptr, indptr, indices, last, sizes, types, sm_scale)
 
 
+def _fmha_v2(
+    qkv, input_layout, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
+    batch_size, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, mask_mode, window_left=-1,
+):  # fmt: skip
+    """FlashInfer's: [blocks, K and V, tokens, heads, dim], all fp8 or nothing, float scales."""
+    q, pages = qkv
+    assert input_layout == "Q_PAGED_KV_NHD"
+    assert mask_mode == ("causal" if window_left < 0 else "sliding_window")
+    assert workspace_buffer.dtype == torch.uint8
+    assert pages.is_contiguous()
+    assert block_tables.is_contiguous()
+    assert pages.shape[1] == 2
+    assert q.dtype == pages.dtype
+    assert max_kv_len == int(seq_lens.max())
+    assert max_q_len == int(cum_seq_lens_q.diff().max())
+    assert batch_size == len(seq_lens) == len(block_tables)
+    assert torch.equal(cum_seq_lens_kv.diff(), seq_lens)
+    assert isinstance(bmm1_scale, float)
+    k, v = pages.float().unbind(1)
+    window = -1 if window_left < 0 else window_left + 1
+    layout = KVLayout.nhd(k.shape[2], k.shape[1], k.shape[3], window=window)
+    v = v * bmm2_scale
+    return _attend(q, k, v, block_tables, cum_seq_lens_q, seq_lens, layout, bmm1_scale, out)
+
+
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch):
     names = {
@@ -166,11 +191,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
             "BatchDecodeWithPagedKVCacheWrapper": _Decode,
             "BatchPrefillWithPagedKVCacheWrapper": _Prefill,
         },
+        "flashinfer.prefill": {"trtllm_fmha_v2_prefill": _fmha_v2},
     }
     for name, members in names.items():
         package, _, _ = name.rpartition(".")
         while package:
-            monkeypatch.setitem(sys.modules, package, ModuleType(package))
+            if package not in names:
+                monkeypatch.setitem(sys.modules, package, ModuleType(package))
             package, _, _ = package.rpartition(".")
         module = ModuleType(name)
         vars(module).update(members)
@@ -184,8 +211,13 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
 def test_every_peer_gives_our_result_on_our_data(mode: str):
     result = run_attention(AttentionBench(**SMALL, mode=mode))
     ran = {"flash-attn-3", "flashinfer", "vllm-triton", "torch-sdpa"}
+    failed = {"vllm-triton-side": "has no auto cache"}
+    if mode == "prefill":
+        ran |= {"fmha-v2"}
+    else:
+        failed |= {"fmha-v2": "ValueError: computes prefills only"}
     for entry in result["results"]:
-        assert entry["failed_peers"] == {"vllm-triton-side": "has no auto cache"}
+        assert entry["failed_peers"] == failed
         assert entry["variants"].keys() == {"mrv1", *ran}
         for variant in entry["variants"].values():
             assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
@@ -193,14 +225,13 @@ def test_every_peer_gives_our_result_on_our_data(mode: str):
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_flash_attention_3_sees_our_window():
+@pytest.mark.parametrize("peer", ["flash-attn-3", "fmha-v2"])
+def test_a_peer_with_windows_sees_ours(peer: str):
     window = {"full_heads": 0, "window": 20, "sink": 0}
-    result = run_attention(
-        AttentionBench(**SMALL, **window, mode="prefill", peers=("flash-attn-3",))
-    )
+    result = run_attention(AttentionBench(**SMALL, **window, mode="prefill", peers=(peer,)))
     for entry in result["results"]:
         assert entry["failed_peers"] == {}
-        assert entry["variants"]["flash-attn-3"]["relative_error"] < 1e-2
+        assert entry["variants"][peer]["relative_error"] < 1e-2
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -209,7 +240,10 @@ def test_every_fp8_peer_is_as_close_as_its_scales_allow(mode: str):
     """A peer with one static scale rounds our values again; per (token, head) it uses ours."""
     result = run_attention(AttentionBench(**SMALL, mode=mode, kv_dtype="fp8_e4m3"))
     for entry in result["results"]:
-        assert entry["failed_peers"] == {"torch-sdpa": "has no fp8_e4m3 cache"}
+        failed = {"torch-sdpa": "has no fp8_e4m3 cache"}
+        if mode == "decode":
+            failed |= {"fmha-v2": "ValueError: computes prefills only"}
+        assert entry["failed_peers"] == failed
         errors = {name: v["relative_error"] for name, v in entry["variants"].items()}
         limits = {name: v["max_relative_error"] for name, v in entry["variants"].items()}
         assert limits["flash-attn-3"] == 0.25
@@ -218,7 +252,7 @@ def test_every_fp8_peer_is_as_close_as_its_scales_allow(mode: str):
             assert errors[name] < limits[name] == 1e-2
         moved = {name: v["bytes_moved"] for name, v in entry["variants"].items()}
         scale_bytes = entry["batch"] * entry["context"] * 2 * 2 * 4
-        for name in ("flash-attn-3", "flashinfer"):
+        for name in ("flash-attn-3", "flashinfer", *(["fmha-v2"] if mode == "prefill" else [])):
             assert 0.01 < errors[name] < limits[name]
             assert moved[name] == moved["mrv1"] - scale_bytes
         assert moved["vllm-triton"] == moved["vllm-triton-side"] == moved["mrv1"]
