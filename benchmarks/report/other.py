@@ -11,6 +11,7 @@ from benchmarks.report.files import ResultFile
 ABOUT = {
     "attempts": "optimizations that were tried, their expected and their measured gains",
     "before-after": "two commits on one machine, before and after a refactor",
+    "before-after-house": "two commits on one machine, before and after the house shrank",
     "accuracy": "two commits' errors against float64: prefill's log-sum-exp with large scores, "
     "and float32 `linear` over torch's",
     "accuracy-linear": "errors of float32 `linear` over torch's, before and after its sum of "
