@@ -130,8 +130,9 @@ def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
 def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     plain = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=1100)
     batch = RaggedBatch(query_lens=(40, 33, 1), seq_lens=(1100, 49, 300))
-    full_heads = build_paged_cache(plain, batch, dtype=torch.bfloat16).to(device)
-    for case in (*_paged((40, 33, 1), device), full_heads):
+    windows = replace(plain, roles=(HeadRole(window=100, sink=20),) * 4)
+    uniform = (build_paged_cache(each, batch, dtype=torch.bfloat16) for each in (plain, windows))
+    for case in (*_paged((40, 33, 1), device), *(case.to(device) for case in uniform)):
         q = _normal(74, 16, 128, device=device)
         for num_splits in (1, 3, None):
             splits = num_splits and PrefillSplits.allocate(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,9 +15,15 @@ from mrv1.kernels.attention.prefill.attention import (
     MIN_SPLIT_STEPS,
     _paged_prefill_attention_kernel,
 )
-from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, PrefillAttentionConfig
+from mrv1.kernels.attention.prefill.choice import (
+    SHORT_WINDOW,
+    WARP_GROUP_TILES,
+    PrefillAttentionConfig,
+    short_window_tile,
+)
 from mrv1.kernels.cache.formats import FP8, ScaleGranularity
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
+from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.testing.aot import AotCase, Target, pointer
 
 if TYPE_CHECKING:
@@ -283,7 +291,7 @@ def _warp_group_cases() -> list[AotCase]:
 
     def case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
-        splits: bool = False, some_heads: bool = False, fp8: bool = False,
+        splits: bool = False, some_heads: bool = False, fp8: bool = False, masks: str = "",
     ) -> AotCase:  # fmt: skip
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
         pages = _page_boxes(torch.float8_e4m3fn if fp8 else dtype, block_size, head_dim)
@@ -293,12 +301,15 @@ def _warp_group_cases() -> list[AotCase]:
         if fp8:
             tile["TILE_TOKENS"], tile["STAGES"] = hopper_fp8.TILE
         parked_bytes = 24 if splits and head_dim > 128 else 0  # over the loops
+        if "window" in masks or "ring" in masks:  # numbers of a window, for masked steps
+            parked_bytes = {64: 8, 128: 56, 256: 176}[head_dim]
         return AotCase(
             name=_warp_group_name(
                 "prefill-hopper" + "-fp8" * fp8, dtype, block_size, head_dim, group
             )
             + "-some_heads" * some_heads
-            + "-splits" * splits,
+            + "-splits" * splits
+            + _masks_name(masks),
             kernel=hopper._prefill_hopper_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
@@ -306,7 +317,7 @@ def _warp_group_cases() -> list[AotCase]:
                 *((scratch, scratch, address, address, 1) if fp8 else (None, None, None, None, 0)),
                 NUM_KV_HEADS, lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
-                address, address, lengths, 0.1,
+                address, address, lengths, *_mask_arguments(masks),
             ),
             constexprs={
                 **tile, "GROUP": group, "BLOCK_SIZE": block_size,
@@ -318,7 +329,7 @@ def _warp_group_cases() -> list[AotCase]:
 
     def queue_case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
-        some_heads: bool = False,
+        some_heads: bool = False, masks: str = "", tile: tuple[int, int] | None = None,
     ) -> AotCase:  # fmt: skip
         pages, lengths = _page_boxes(dtype, block_size, head_dim), pointer(torch.int32)
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
@@ -327,17 +338,23 @@ def _warp_group_cases() -> list[AotCase]:
             queries = (hopper_queue.describe_queries(q, group), None, 0, 0)
         return AotCase(
             name=_warp_group_name("prefill-queue", dtype, block_size, head_dim, group)
-            + "-some_heads" * some_heads,
+            + "-some_heads" * some_heads
+            + _masks_name(masks)
+            + (f"-keys{tile[0]}" if tile else ""),
             kernel=hopper_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
                 *queries, pages, pages,
                 lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
-                pointer(torch.int64), pointer(torch.int64), lengths, 0.1,
+                pointer(torch.int64), pointer(torch.int64), lengths, *_mask_arguments(masks),
             ),
-            constexprs={**_tile(head_dim), "GROUP": group, "BLOCK_SIZE": block_size},
-            parked_bytes=40,  # by the scheduler, outside all loops over keys
+            constexprs={
+                **_tile(head_dim, tile), "GROUP": group, "BLOCK_SIZE": block_size
+            },
+            # By the scheduler, outside all loops over keys. With 256 dimensions, numbers of a
+            # window are also read in the loops, some for a step.
+            parked_bytes=120 if head_dim > 128 and masks not in ("", "cap") else 40,
         )  # fmt: skip
 
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]
@@ -356,10 +373,38 @@ def _warp_group_cases() -> list[AotCase]:
     shared += [
         case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
     ]
+    masked = [
+        make(torch.bfloat16, 16, head_dim, masks=masks)
+        for make in (queue_case, partial(case, splits=True))
+        for head_dim in WARP_GROUP_TILES
+        for masks in ("window", "ring sinks", "cap", "window cap sinks")
+    ]
+    short = KVLayout.hnd(1, 16, 128, window=SHORT_WINDOW)
+    masked += [
+        queue_case(
+            torch.bfloat16, 16, head_dim, masks="window",
+            tile=short_window_tile(replace(short, head_dim=head_dim)),
+        )
+        for head_dim in (64, 128)
+    ]  # fmt: skip
     codes = [case(torch.bfloat16, block_size, fp8=True) for block_size in (16, 128)]
     codes += [case(dtype, 16, splits=True, fp8=True) for dtype in (torch.bfloat16, torch.float16)]
     codes.append(case(torch.bfloat16, 16, splits=True, some_heads=True, fp8=True))
-    return [*sizes, *shared, *queue, *codes]
+    return [*sizes, *shared, *queue, *masked, *codes]
+
+
+def _mask_arguments(masks: str) -> tuple[object, ...]:
+    """Return windows, sinks, rings, softmax_scale, soft cap and logit sinks of some masks."""
+    lengths = pointer(torch.int32)
+    windows = (lengths, lengths) if "window" in masks or "ring" in masks else (None, None)
+    return (
+        *windows, lengths if "ring" in masks else None, 0.1,
+        *_softmax("cap" in masks.split(), "sinks" in masks.split()),
+    )  # fmt: skip
+
+
+def _masks_name(masks: str) -> str:
+    return "".join(f"-{word}" for word in masks.split())
 
 
 def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
@@ -368,8 +413,8 @@ def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDes
     return describe(torch.empty(4 * block_size, head_dim, dtype=dtype), block_size, head_dim)
 
 
-def _tile(head_dim: int) -> dict[str, int]:
-    tile_tokens, stages = WARP_GROUP_TILES[head_dim]
+def _tile(head_dim: int, tile: tuple[int, int] | None = None) -> dict[str, int]:
+    tile_tokens, stages = tile or WARP_GROUP_TILES[head_dim]
     return {"DIM": head_dim, "TILE_TOKENS": tile_tokens, "STAGES": stages}
 
 

@@ -169,15 +169,21 @@ def max_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_in_budget(
-    got: Result, oracle: Result, want: Result, case: PagedCase, *, logits_soft_cap: float = 0.0
+    got: Result,
+    oracle: Result,
+    want: Result,
+    case: PagedCase,
+    *,
+    logits_soft_cap: float = 0.0,
+    cap_error: float = 2**-20,
 ) -> None:
     """Fail unless errors against float64 are at most twice the oracle's plus a rounding floor.
 
     The floor: the weights, which sum to one, are rounded to the cache's dtype before the product
     with V, and the fp32 sums of score and output may be taken in another order. A soft cap adds
-    an error of 2**-20 of the cap to each score, so twice that, relatively, to a weight.
+    an error of ``cap_error`` of the cap to each score, so twice that, relatively, to a weight.
     """
-    capped = 2**-20 * logits_soft_cap
+    capped = cap_error * logits_soft_cap
     rounding = torch.finfo(case.key.dtype).eps / 2
     sums = 256 * torch.finfo(torch.float32).eps / 2
     largest = max((v.abs().max().item() for v in case.values if v.numel()), default=0.0)

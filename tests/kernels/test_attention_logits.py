@@ -14,6 +14,7 @@ from mrv1 import kernels
 from mrv1.kernels import HeadRole, reference
 from mrv1.kernels.attention.decode import plan as plan_buffers
 from mrv1.kernels.attention.prefill import attention as prefill_attention
+from mrv1.kernels.attention.prefill.choice import PrefillLayer
 from mrv1.testing.strategies import (
     LayoutCase,
     RaggedBatch,
@@ -200,21 +201,17 @@ def test_nan_stays_in_its_head(device, run):
 # --- the choice of the kernel ------------------------------------------------------------------
 
 
-class _WarpGroupsAskedError(Exception):
-    pass
+def test_the_choice_of_a_kernel_knows_of_a_cap_or_sinks(device, monkeypatch):
+    """The kernels for e4m3 caches have neither."""
+    asked = []
 
-
-def test_a_cap_or_sinks_take_the_triton_kernel(device, monkeypatch):
-    """The kernels of warp groups have neither: with one of the two, nobody asks for them."""
-
-    def ask(*_args: object, **_options: object) -> bool:
-        raise _WarpGroupsAskedError
+    def ask(layer: PrefillLayer, *_args: object) -> None:
+        asked.append(layer.plain_scores)
 
     monkeypatch.setattr(prefill_attention, "kernel_for", ask)
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=16)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(3,), seq_lens=(16,))).to(device)
     q = make_queries(case, 1)
-    for logits in ({"logits_soft_cap": 1.0}, {"sinks": torch.zeros(1, device=device)}):
+    for logits in ({}, {"logits_soft_cap": 1.0}, {"sinks": torch.zeros(1, device=device)}):
         run_prefill(kernels, case, q, **logits)
-    with pytest.raises(_WarpGroupsAskedError):
-        run_prefill(kernels, case, q)
+    assert asked == [True, False, False]

@@ -328,7 +328,8 @@ def test_streaming_heads_are_computed_apart_where_full_heads_take_another_kernel
         call.out[:, full] = call.lse[:, full] = 3.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill_attention, "kernel_for", lambda *_: prefill_choice.KERNELS[-1])
+        full_only = replace(prefill_choice.KERNELS[-1], has_masks=False)
+        patch.setattr(prefill_attention, "kernel_for", lambda *_: full_only)
         for name in ("hopper", "hopper_queue"):
             stand_in = SimpleNamespace(launch=launch)
             patch.setattr(prefill, name, stand_in, raising=False)

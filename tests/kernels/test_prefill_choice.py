@@ -10,6 +10,7 @@ lines have configurations of the portable kernel: without, with a window, with r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,41 @@ def test_every_launch_takes_the_kernel_that_was_measured_to_be_faster(gpu):
         layer_words, _, capability = words.rpartition(" ")
         gpu.capability = tuple(map(int, capability.split(".")))
         assert " ".join(_fields(_layer(layer_words))) == frozen, words
+
+
+def test_soft_caps_and_logit_sinks_take_the_same_kernels_but_those_for_codes(gpu):
+    kinds = [line.split(": ") for line in FROZEN.read_text().splitlines() if ": " in line]
+    for words, _ in kinds:
+        layer_words, _, capability = words.rpartition(" ")
+        gpu.capability = tuple(map(int, capability.split(".")))
+        layer = _layer(layer_words)
+        capped = layer._replace(plain_scores=False)
+        for longest in LENGTHS:
+            chosen, plain = (
+                choose_launch(each, each, longest, longest) for each in (capped, layer)
+            )
+            is_coded = layer.page_format.has_scales
+            assert chosen == (plain._replace(kernel=None) if is_coded else plain), words
+
+
+@pytest.mark.parametrize(
+    ("windows", "block_size", "head_dim", "tile"),
+    [
+        ([1024, 128], 64, 128, (64, 6)), ([1024, 128], 16, 64, (64, 6)),
+        ([1025, 128], 16, 128, (128, 3)), ([1024, -1], 16, 128, (128, 3)),
+        ([1024, 128], 128, 128, (128, 3)), ([1024, 128], 16, 256, (64, 2)),
+    ],
+)  # fmt: skip
+def test_short_windows_have_smaller_tiles(windows, block_size, head_dim, tile):
+    roles = [HeadRole(window=window) for window in windows]
+    assert choice.short_window_tile(KVLayout.hnd(2, block_size, head_dim, roles=roles)) == tile
+
+
+def test_streaming_heads_have_a_launch_of_their_own_where_the_kernel_knows_no_windows():
+    layout = KVLayout.hnd(8, 16, 128, roles=ROLES["mixed"])
+    for row in choice.KERNELS:
+        assert row.takes_windows(layout) is (FP8.dtype not in row.dtypes)
+        assert not row.takes_windows(replace(layout, visits_masked=True))
 
 
 def test_every_row_names_a_kernel_for_its_heads():

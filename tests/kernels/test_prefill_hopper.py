@@ -34,6 +34,7 @@ from tests.kernels.paged_attention import (
     always_faster,
     assert_equal,
     assert_in_budget,
+    attention_logits,
     empty_outputs,
     exact,
     finite,
@@ -51,6 +52,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 DTYPES = (torch.bfloat16, torch.float16)
 SHAPES = [(128, 1), (128, 4), (128, 16), (128, 7), (64, 3), (64, 8), (256, 2)]
 """head_dim, and query heads per KV head; each pair is compiled for itself."""
+CAP_ERROR = 2**-11
+"""Of these kernels' soft cap, relative to the cap: the tanh is one approximate instruction."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,19 +79,51 @@ def _fits(case, q, splits=None):
 
 
 def _takes(q, k_cache, v_cache, layout, max_query_len, splits=None) -> bool:
-    """Return whether the launch takes a kernel of warp groups."""
-    layer = PrefillLayer(layout, q.dtype, PageFormat.plain(q.dtype), q.shape[1])
-    return kernel_for(layer, q, k_cache, v_cache, max_query_len, splits) is not None
+    """Return whether the launch takes a kernel of warp groups, with soft cap and sinks or not."""
+    page_format = PageFormat.plain(q.dtype)
+    found = {
+        kernel_for(
+            PrefillLayer(layout, q.dtype, page_format, q.shape[1], plain_scores),
+            *(q, k_cache, v_cache, max_query_len, splits),
+        )
+        for plain_scores in (False, True)
+    }
+    assert len(found) == 1
+    return found != {None}
 
 
-def _check(case, group, **options) -> Result:
-    q = make_queries(case, group, spare_rows=1)
+def _check(case, group, logits=None, scale=1.0, **options) -> Result:
+    q = make_queries(case, group, spare_rows=1) * scale
     assert _fits(case, q, options.get("splits"))
-    got, oracle = run_prefill(kernels, case, q, **options), run_prefill(reference, case, q)
-    assert_in_budget(got.rows(slice(-1)), oracle.rows(slice(-1)), exact(case, q), case)
+    logits = logits or {}
+    got = run_prefill(kernels, case, q, **options, **logits)
+    oracle = run_prefill(reference, case, q, **logits).rows(slice(-1))
+    assert_in_budget(
+        got.rows(slice(-1)), oracle, exact(case, q, **logits), case,
+        logits_soft_cap=logits.get("logits_soft_cap", 0.0), cap_error=CAP_ERROR,
+    )  # fmt: skip
     assert (got.out[-1] == SENTINEL).all()
     assert (got.lse[-1] == SENTINEL).all()
     return got
+
+
+@st.composite
+def _windows(draw, num_kv_heads: int, sizes: dict[str, int]) -> LayoutCase:
+    """Draw heads with the same window, or a window of its own in a ring, or none, for each."""
+    windows, sinks = st.sampled_from([1, 16, 100, 128, 300]), st.sampled_from([0, 20, 128, 130])
+    if draw(st.booleans()):
+        role = HeadRole(window=draw(windows), sink=draw(sinks))
+        return LayoutCase.hnd(num_kv_heads=num_kv_heads, role=role, **sizes)
+    roles = []
+    for head in range(num_kv_heads):
+        role = HeadRole(group=head)
+        if draw(st.sampled_from([True, True, False])):
+            window, ring = draw(windows), 0
+            if draw(st.booleans()):
+                ring = -(-(window - 1 + sizes["max_seq_len"]) // sizes["block_size"]) + 1
+            role = replace(role, window=window, sink=draw(sinks), ring_blocks=ring)
+        roles.append(role)
+    return LayoutCase.head_groups(roles=roles, max_query_len=sizes["max_seq_len"], **sizes)
 
 
 @st.composite
@@ -99,6 +134,7 @@ def _cases(
     block_sizes: Sequence[int] = (16, 32, 64, 128),
     dtypes: Sequence[torch.dtype] = DTYPES,
     streaming: bool = False,
+    windows: bool = False,
 ):
     """Ragged chunks over several tiles of keys, in HND pages or as several head groups.
 
@@ -117,6 +153,8 @@ def _cases(
             num_kv_heads, ring=draw(st.booleans()), window=draw(st.sampled_from([1, 100, 300])),
             sink=draw(st.sampled_from([0, 20, 130])), **sizes,
         )  # fmt: skip
+    elif windows:
+        layout = draw(_windows(num_kv_heads, sizes))
     elif draw(st.booleans()):
         layout = LayoutCase.hnd(num_kv_heads=num_kv_heads, **sizes)
     else:
@@ -156,7 +194,7 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, drawn, num_spl
 @pytest.mark.usefixtures("_any_share")
 @given(drawn=_cases(streaming=True), num_splits=st.sampled_from([None, 1, 3, 16]))
 def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, num_splits):
-    """Full heads take this kernel and streaming heads the Triton kernel, with the same buffers."""
+    """All in one launch, with the buffers that the full heads need."""
     case, group = drawn[0].to(device), drawn[1]
     splits = None
     if num_splits is not None:
@@ -165,6 +203,28 @@ def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, 
     if num_splits is not None and num_splits > 1:
         assert not splits.arrivals.any()
     assert_equal(_check(case, group, splits=splits), first)
+
+
+@pytest.mark.usefixtures("_any_share")
+@given(
+    drawn=_cases(windows=True), num_splits=st.sampled_from([None, 1, 3, 16]),
+    has_logits=st.booleans(), data=st.data(),
+)  # fmt: skip
+def test_windows_soft_caps_and_sinks_agree_with_the_oracle(
+    device, drawn, num_splits, has_logits, data
+):
+    case, group = drawn[0].to(device), drawn[1]
+    logits, scale = {}, 1.0
+    if has_logits:
+        num_q_heads = case.layout_case.num_kv_heads * group
+        logits = data.draw(attention_logits(num_q_heads, case.key.device))
+        if "logits_soft_cap" in logits:  # some scores lie far outside the cap
+            scale = data.draw(st.sampled_from([1.0, 30.0]))
+    splits = None
+    if num_splits is not None:
+        splits = make_splits(case, make_queries(case, group, spare_rows=1), num_splits)
+    first = _check(case, group, logits, scale, splits=splits)
+    assert_equal(_check(case, group, logits, scale, splits=splits), first)
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
@@ -345,15 +405,19 @@ def test_where_the_triton_kernel_is_faster_it_runs():
             assert _takes(q, cache, cache, layout, num_queries, shared) is expected
 
 
+def _visiting_masked(device) -> KVLayout:
+    return replace(KVLayout.hnd(2, 16, 128, window=40, device=device), visits_masked=True)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         partial(KVLayout.nhd, 2, 16, 128),
         partial(KVLayout.hnd, 2, 16, 80),
         partial(KVLayout.hnd, 2, 128, 256),
-        partial(KVLayout.hnd, 2, 16, 128, window=40),
+        _visiting_masked,
     ],
-    ids=["nhd", "head_dim 80", "a page larger than a tile", "window"],
+    ids=["nhd", "head_dim 80", "a page larger than a tile", "windows that visit masked pages"],
 )
 def test_other_layouts_take_the_triton_kernel(make):
     layout = make(device="cuda")
@@ -378,20 +442,83 @@ def test_float32_large_odd_groups_and_unaligned_caches_take_the_triton_kernel():
 
 
 @pytest.mark.parametrize("num_splits", [None, 1, 3])
-def test_a_soft_cap_or_sinks_take_the_triton_kernel(device, num_splits):
-    """With the buffers that these kernels would use: programs that share tiles, and a queue."""
+def test_a_soft_cap_or_sinks(device, num_splits):
+    """In tiles of their own, from a queue, and shared; rows of padding have their sink alone."""
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
-    batch = RaggedBatch(query_lens=(300, 5), seq_lens=(700, 40))
+    batch = RaggedBatch(query_lens=(300, 5, 2), seq_lens=(700, 40, 0))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4, spare_rows=1)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    sinks = torch.linspace(-2, 5, 8, device=device)
+    for logits in ({"logits_soft_cap": 3.0}, {"sinks": sinks}):
+        got = _check(case, 4, logits, splits=splits)
+        lse = sinks.expand(2, 8) if "sinks" in logits else torch.full((2, 8), -torch.inf)
+        assert torch.allclose(got.lse[305:307].cpu(), lse.cpu(), rtol=1e-6)
+        assert not got.out[305:307].any()
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_nan_stays_in_its_head(device, num_splits):
+    layout = LayoutCase.hnd(
+        num_kv_heads=1, head_dim=128, max_seq_len=700, role=HeadRole(window=300)
+    )  # fmt: skip
+    batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q, sinks = make_queries(case, 4).clone(), torch.arange(4.0, device=device)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    options = {"splits": splits, "logits_soft_cap": 3.0, "sinks": sinks}
+    clean = run_prefill(kernels, case, q, **options)
+    q[7, 1, 3] = torch.nan
+    got = run_prefill(kernels, case, q, **options)
+    assert got.out[7, 1].isnan().all()
+    assert got.lse[7, 1].isnan()
+    others = torch.ones(300, 4, dtype=torch.bool, device=device)
+    others[7, 1] = False
+    assert_equal(got.rows(others), clean.rows(others))
+    q[7, 1, 3], sinks[2] = 0.0, torch.nan
+    got = run_prefill(kernels, case, q, **options)
+    assert got.out[:, 2].isnan().all()
+    assert not got.out[:, [0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+def test_sinks_of_minus_infinity_change_no_bit(device, num_splits):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300, 5), seq_lens=(700, 0))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     q = make_queries(case, 4)
     splits = None if num_splits is None else make_splits(case, q, num_splits)
-    assert _fits(case, q, splits)
-    sinks = torch.linspace(-2, 5, 8, device=device)
-    for logits in ({"logits_soft_cap": 3.0}, {"sinks": sinks}):
-        got = run_prefill(kernels, case, q, splits=splits, **logits)
-        oracle = run_prefill(reference, case, q, **logits)
-        cap = logits.get("logits_soft_cap", 0.0)
-        assert_in_budget(got, oracle, exact(case, q, **logits), case, logits_soft_cap=cap)
+    plain = run_prefill(kernels, case, q, splits=splits)
+    sinks = torch.full((8,), -torch.inf, device=device)
+    assert_equal(run_prefill(kernels, case, q, splits=splits, sinks=sinks), plain)
+
+
+def test_a_window_larger_than_all_contexts_changes_no_bit(device):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+    batch = RaggedBatch(query_lens=(300, 5), seq_lens=(700, 690))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4)
+    wide = KVLayout.hnd(2, 16, 128, window=700, device=device)
+    for num_splits in (None, 1, 3):
+        splits = None if num_splits is None else make_splits(case, q, num_splits)
+        plain = run_prefill(kernels, case, q, splits=splits)
+        assert_equal(run_prefill(kernels, case, q, splits=splits, layout=wide), plain)
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize("window", [100, 128, 512, 5000])
+def test_long_contexts_of_windows(device, window, num_splits):
+    """A chunk behind keys that its first query does not see, some of whose pages are gone."""
+    layout = LayoutCase.hnd(
+        num_kv_heads=2, head_dim=128, max_seq_len=9000, max_reqs=2,
+        role=HeadRole(window=window, sink=70),
+    )  # fmt: skip
+    batch = RaggedBatch(query_lens=(260, 1), seq_lens=(9000, 8000))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, 4, spare_rows=1)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    logits = {"sinks": torch.linspace(-2, 5, 8, device=device)}
+    _check(case, 4, logits, splits=splits)
 
 
 def test_queries_that_no_bulk_copy_can_read_take_no_turns(device):

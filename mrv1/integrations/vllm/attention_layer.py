@@ -118,7 +118,10 @@ class BoundLayer:
     def prefills(self, dtype: torch.dtype) -> PrefillLayer:
         """Return what the choice of a prefill kernel asks about the layer."""
         page_format = format_of(dtype, self.pages.scales)
-        return PrefillLayer(self.pages.layout, dtype, page_format, self.layer.num_heads)
+        plain_scores = not self.layer.logits_soft_cap and self.sinks is None
+        return PrefillLayer(
+            self.pages.layout, dtype, page_format, self.layer.num_heads, plain_scores
+        )
 
     def write(self, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values, ``[tokens, kv_heads, head_size]``; slot -1 = padding."""

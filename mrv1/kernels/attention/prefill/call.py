@@ -27,6 +27,10 @@ class PrefillCall:
     seq_lens: torch.Tensor
     layout: KVLayout
     softmax_scale: float
+    soft_cap: float | None
+    sinks: torch.Tensor | None
+    full_only: bool
+    """Whether the launch computes full heads alone."""
     out: torch.Tensor
     lse: torch.Tensor | None
 
@@ -37,10 +41,15 @@ class PrefillCall:
 
     @property
     def heads(self) -> tuple[torch.Tensor | None, int]:
-        """The layout's full heads, None if all heads are full, and their number."""
-        if not self.layout.has_window:
+        """The launch's KV heads, None if they are all of the layout's, and their number."""
+        if not self.full_only:
             return None, self.layout.num_kv_heads
         return self.layout.full_heads, len(self.layout.full_heads)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether some head of the launch has a window."""
+        return self.layout.has_window and not self.full_only
 
     @property
     def num_pairs(self) -> int:
@@ -60,11 +69,15 @@ class PrefillCall:
         return describe(self.k_cache, *shape), describe(self.v_cache, *shape)
 
     def batch(self) -> tuple[object, ...]:
-        """Return a kernel's arguments from the block table to the softmax scale."""
+        """Return a kernel's arguments from the block table to the logit sinks."""
+        layout = self.layout
+        windows = (layout.window, layout.sink) if self.has_window else (None, None)
+        rings = layout.ring_blocks if self.has_window and layout.has_ring else None
         return (
             *(self.block_table, self.block_table.stride(0), self.query_start_loc),
-            *(self.seq_lens, self.seq_lens.shape[0], *self.heads, self.layout.head_base),
-            *(self.layout.block_stride, self.layout.table_offset, self.softmax_scale),
+            *(self.seq_lens, self.seq_lens.shape[0], *self.heads, layout.head_base),
+            *(layout.block_stride, layout.table_offset, *windows, rings),
+            *(self.softmax_scale, self.soft_cap, self.sinks),
         )
 
     def constexprs(self, tile: tuple[int, int]) -> dict[str, int]:

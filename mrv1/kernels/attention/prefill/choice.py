@@ -34,6 +34,10 @@ WARP_GROUP_TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 """head_dim -> keys of a tile, and tiles of K and of V that they have in shared memory, which take
 112, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys) / 2
 accumulators of output and scores, and the weights."""
+SHORT_WINDOW = 1024  # tokens
+SHORT_WINDOW_KEYS = 64
+"""Keys of a tile where all windows are short: each row sees few of the keys at both edges, whose
+masks cost as much as all else in a softmax. On an H200 windows of 128 took 0.75 of the time."""
 COPY_BYTES = 16  # alignment of what a bulk copy reads
 
 Division = Literal["tiles", "keys", "queue"]
@@ -43,6 +47,15 @@ MASKS = ("causal", "window", "offsets")
 """What hides keys: each name stands for code that also serves the names before it."""
 
 
+def short_window_tile(layout: KVLayout) -> tuple[int, int]:
+    """Return the entry of ``WARP_GROUP_TILES`` for a launch, or smaller tiles of short windows."""
+    keys, stages = WARP_GROUP_TILES[layout.head_dim]
+    is_short = all(0 < role.window <= SHORT_WINDOW for role in layout.roles)
+    if is_short and layout.block_size <= SHORT_WINDOW_KEYS < keys:
+        return SHORT_WINDOW_KEYS, stages * keys // SHORT_WINDOW_KEYS
+    return keys, stages
+
+
 class PrefillLayer(NamedTuple):
     """What the prefills of a layer have in common."""
 
@@ -50,6 +63,8 @@ class PrefillLayer(NamedTuple):
     dtype: torch.dtype  # of the queries
     page_format: PageFormat
     num_q_heads: int
+    plain_scores: bool = True
+    """Whether scores have no soft cap, and rows no logit sink."""
 
     @property
     def group(self) -> int:
@@ -166,9 +181,9 @@ CONFIGS = (
 class WarpGroupKernel:
     """A row of ``KERNELS``: a kernel of warp groups, and the launches for which it is faster.
 
-    It computes the full heads; streaming heads get a launch of the portable kernel. It copies
-    whole pages in bulk, so a page must be contiguous and start at a multiple of ``head_dim``
-    elements. Its programs take longer to start than the portable ones.
+    Without ``has_masks`` it computes full heads alone; streaming heads get a launch of the
+    portable kernel. It copies whole pages in bulk, so a page must be contiguous and start at a
+    multiple of ``head_dim`` elements. Its programs take longer to start than the portable ones.
     """
 
     module: str  # its module in this folder
@@ -179,10 +194,15 @@ class WarpGroupKernel:
     """Most query heads per KV head that do not divide a tile's rows: so many fill most of them."""
     min_rows: int = 0  # fewest queries of the longest chunk, times the query heads of a KV head
     min_queries: int = 0  # fewest queries of the longest chunk
+    has_masks: bool = False  # whether it knows windows, soft caps and logit sinks
+
+    def takes_windows(self, layout: KVLayout) -> bool:
+        """Return whether it computes a layout's streaming heads too."""
+        return self.has_masks and not layout.visits_masked
 
     def runs(self, layer: PrefillLayer) -> bool:
         """Return whether device, pages and heads have the form that the kernel takes."""
-        layout, dtype, page_format, _ = layer
+        layout, dtype, page_format, _, plain_scores = layer
         return (
             device_info(layout.head_base.device).capability == WARP_GROUP_CAPABILITY
             and dtype in (torch.float16, torch.bfloat16)
@@ -190,14 +210,15 @@ class WarpGroupKernel:
             and layout.head_dim in self.head_dims
             and layout.block_size <= WARP_GROUP_TILES[layout.head_dim][0]
             and layout.token_stride == layout.address_unit == layout.head_dim
-            and len(layout.full_heads) > 0
+            and (len(layout.full_heads) > 0 or self.takes_windows(layout))
+            and (plain_scores or self.has_masks)
             and (WARP_GROUP_ROWS % layer.group == 0 or layer.group <= self.max_odd_group)
         )
 
 
 _OF_16_BITS = partial(
     WarpGroupKernel, dtypes=(torch.float16, torch.bfloat16),
-    head_dims=tuple(WARP_GROUP_TILES), max_odd_group=32,
+    head_dims=tuple(WARP_GROUP_TILES), max_odd_group=32, has_masks=True,
 )  # fmt: skip
 KERNELS = (
     # Speeds relative to the portable kernel, on an H200, heads of 128 dimensions.
@@ -221,7 +242,7 @@ KERNELS = (
 def choose_kernel(
     layer: PrefillLayer, max_query_len: int, division: Division
 ) -> WarpGroupKernel | None:
-    """Return the kernel for the full heads of a causal launch; None = the portable kernel."""
+    """Return the kernel for a causal launch, or its full heads; None = the portable kernel."""
     for kernel in KERNELS:
         if (
             division in kernel.divisions
@@ -331,7 +352,7 @@ def choose_config(
     layer: PrefillLayer, max_query_len: int, has_offsets: bool = False
 ) -> PrefillAttentionConfig:
     """Return the configuration for a prefill launch: tiles no larger than its chunks need."""
-    layout, dtype, page_format, _ = layer
+    layout, dtype, page_format, *_ = layer
     config = PrefillAttentionConfig.default_for(
         layout.head_dim,
         page_format.product_dtype(dtype),
@@ -359,7 +380,8 @@ class LaunchChoice(NamedTuple):
     config: PrefillAttentionConfig
     division: Division
     kernel: WarpGroupKernel | None
-    """The kernel of the full heads, if the addresses suit it; None = the portable one."""
+    """The kernel that the addresses may suit, perhaps of full heads alone; None = the portable
+    one."""
 
 
 def choose_launch(

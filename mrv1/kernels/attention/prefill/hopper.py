@@ -30,31 +30,40 @@ WIDE_VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
 @gluon.jit
-def _produce(k_desc, v_desc, buffers, pages, first_tile, num_tiles):
-    """Copy the pages of ``num_tiles`` tiles, from the last to ``first_tile``."""
+def _produce(k_desc, v_desc, buffers, pages, first_place, num_tiles):
+    """Copy the pages of ``num_tiles`` tiles, from the last to the one at ``first_place``."""
     for step in range(num_tiles):
-        rows = pages.rows(first_tile + num_tiles - 1 - step, buffers.keys.tiles.shape[1])
+        tile = wg.tile_at(first_place + num_tiles - 1 - step, pages.window)
+        rows = pages.rows(tile, buffers.keys.tiles.shape[1])
         buffers.keys.copy(k_desc, rows, step)
         buffers.values.copy(v_desc, rows, step)
 
 
 @gluon.jit
-def _consume(PART: gl.constexpr, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale):
-    """Attend from 64 of the program's rows to tiles [first_tile, first_tile + num_tiles)."""
+def _consume(
+    PART: gl.constexpr, buffers, q, outputs, tile, pages, first_place, num_tiles, softmax, split
+):  # fmt: skip
+    """Attend from 64 of the program's rows to ``num_tiles`` tiles from ``first_place`` on."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
     buffers.queries.tile(PART).store(q.load(tile, PART, buffers.keys.tiles.shape[2]))
     fence_async_shared()
     # A page that is missing among those that every row sees makes all tiles masked ones.
-    first_column = first_tile * TILE_TOKENS // pages.BLOCK_SIZE
+    first_column = wg.tile_at(first_place, pages.window) * TILE_TOKENS // pages.BLOCK_SIZE
     has_gaps = pages.have_gaps(first_column, SCAN_BLOCKS, WIDE_VECTOR)
-    last_tile = first_tile + num_tiles - 1
-    num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - first_tile
-    num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
-    num_live = tile.context_len + tile.end_query - last_tile * TILE_TOKENS
-    consumer = wg.Consumer(PART, buffers, wg.PlainKeys(pages, scale, has_gaps))
-    value, lse, _ = consumer.attend(
-        tile, 0, last_tile, gl.minimum(num_masked, num_tiles), num_tiles, num_live, gl.to_tensor(0)
+    last_place = first_place + num_tiles - 1
+    num_masked, first_left = wg.masked_steps(
+        tile, pages.window, last_place + 1, num_tiles, has_gaps, TILE_TOKENS
     )
+    last_tile = wg.tile_at(last_place, pages.window)
+    num_live = tile.context_len + tile.end_query - last_tile * TILE_TOKENS
+    scores = wg.PlainKeys(pages, softmax, has_gaps)
+    logit_sinks = softmax.logit_sinks(tile, PART, TILE_TOKENS)
+    if logit_sinks is not None:  # the first of the programs that share a tile counts it
+        logit_sinks = gl.where(split == 0, logit_sinks, float("-inf"))
+    value, lse, _ = wg.Consumer(PART, buffers, scores, pages.window).attend(
+        tile, 0, last_place, num_masked, first_left, num_tiles, num_live, gl.to_tensor(0),
+        logit_sinks,
+    )  # fmt: skip
     outputs.store(value, lse, tile, PART, None)
 
 
@@ -118,7 +127,11 @@ def _prefill_hopper_kernel(
     heads_ptr, num_heads,  # [num_heads] int32, KV heads of the launch, or None: all
     head_base_ptr, block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
+    window_ptr, sink_ptr,  # the same, or None: no head has a window
+    ring_blocks_ptr,  # the same, or None: no head has a ring
     softmax_scale,
+    soft_cap,  # float32, or None
+    sinks_ptr,  # [q_heads], or None
     DIM: gl.constexpr, GROUP: gl.constexpr,  # query heads per KV head
     BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,  # keys of a tile
     STAGES: gl.constexpr,  # tiles of K and of V in shared memory
@@ -160,23 +173,33 @@ def _prefill_hopper_kernel(
     context_len = gl.load(seq_lens_ptr + req) - query_len
     # A padding row has queries and no keys: one tile, in which it sees none.
     end_position = gl.maximum(context_len + end_query, 0)
-    end_tile = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
-    first_tile = gl.to_tensor(0)
+    end_place = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
+    window = None
+    if window_ptr is not None:
+        window = wg.find_window(
+            window_ptr, sink_ptr, ring_blocks_ptr, head, context_len + first_query, end_position,
+            BLOCK_SIZE, TILE_TOKENS,
+        )  # fmt: skip
+        end_place -= window.gap
+    first_place = gl.to_tensor(0)
     splits = 1
     if states_ptr is not None:
-        share = gl.maximum(gl.cdiv(end_tile, num_splits), MIN_TILES)
-        splits = gl.maximum(gl.cdiv(end_tile, share), 1)
+        share = gl.maximum(gl.cdiv(end_place, num_splits), MIN_TILES)
+        splits = gl.maximum(gl.cdiv(end_place, share), 1)
         if split >= splits:
             return
-        first_tile = split * share
-        end_tile = gl.minimum(first_tile + share, end_tile)
-    num_tiles = end_tile - first_tile
+        first_place = split * share
+        end_place = gl.minimum(first_place + share, end_place)
+    num_tiles = end_place - first_place
+    end_tile = end_place
+    if window_ptr is not None:
+        end_tile = wg.tile_at(end_place - 1, window) + 1
     last_column = gl.maximum(gl.cdiv(end_position, BLOCK_SIZE) - 1, 0)
     last_column = gl.minimum(last_column, gl.cdiv(end_tile * TILE_TOKENS, BLOCK_SIZE) - 1)
     pages = wg.Pages(
         block_table_ptr + req.to(gl.int64) * stride_table_row + gl.load(table_offset_ptr + head),
         last_column, (gl.load(head_base_ptr + head) // DIM).to(gl.int32),
-        (gl.load(block_stride_ptr + head) // DIM).to(gl.int32), BLOCK_SIZE,
+        (gl.load(block_stride_ptr + head) // DIM).to(gl.int32), window, BLOCK_SIZE,
     )  # fmt: skip
     tile = wg.QueryTile(query_start, first_query, end_query, context_len, head, GROUP)
 
@@ -189,7 +212,7 @@ def _prefill_hopper_kernel(
         if splits > 1:
             first_state = split.to(gl.int64) * num_tokens * num_q_heads
     outputs = wg.Outputs(out, lse, states_ptr, states_lse_ptr, first_state, num_q_heads)
-    scale = softmax_scale * LOG2_E
+    softmax = wg.make_softmax(softmax_scale, soft_cap, sinks_ptr)
     if k_scale_ptr is None:
         dtype: gl.constexpr = k_desc.dtype
         LAYOUT: gl.constexpr = k_desc.layout
@@ -199,9 +222,13 @@ def _prefill_hopper_kernel(
         buffers = wg.Buffers(wg.Channel(queries, None, None), keys, values, wg.make_barriers(1, 2))
         fence_async_shared()
         gl.warp_specialize([
-            (_consume, (0, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
-            (_consume, (1, buffers, q, outputs, tile, pages, first_tile, num_tiles, scale)),
-            (_produce, (k_desc, v_desc, buffers, pages, first_tile, num_tiles)),
+            (_consume, (
+                0, buffers, q, outputs, tile, pages, first_place, num_tiles, softmax, split
+            )),
+            (_consume, (
+                1, buffers, q, outputs, tile, pages, first_place, num_tiles, softmax, split
+            )),
+            (_produce, (k_desc, v_desc, buffers, pages, first_place, num_tiles)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         scales = hopper_fp8.Scales(
@@ -209,8 +236,8 @@ def _prefill_hopper_kernel(
             gl.load(scale_block_stride_ptr + head), tokens_per_scale,
         )  # fmt: skip
         hopper_fp8.attend(
-            k_desc, v_desc, q, outputs, tile, pages, scales, end_position, end_tile, num_tiles,
-            scale, STAGES, TILE_TOKENS, DIM,
+            k_desc, v_desc, q, outputs, tile, pages, scales, end_position, end_place, num_tiles,
+            softmax.scale, STAGES, TILE_TOKENS, DIM,
         )  # fmt: skip
     if states_ptr is not None:  # noqa: SIM102
         if splits > 1:
@@ -231,6 +258,9 @@ def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | N
     parts: tuple[object, ...] = (None, None, None, 0, 0)
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
+        if call.has_window and len(call.layout.full_heads):
+            # Beside long contexts of full heads, the programs of streaming heads end at once.
+            num_sharing = num_sharing * num_heads // len(call.layout.full_heads)
         num_programs += num_sharing - num_heads
         parts = (splits.states, splits.states_lse, splits.arrivals, splits.num_splits, num_sharing)
     tile = WARP_GROUP_TILES[call.layout.head_dim] if scales is None else hopper_fp8.TILE

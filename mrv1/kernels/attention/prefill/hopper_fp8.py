@@ -78,7 +78,9 @@ class ScaledKeys:
     inverses: gl.shared_memory_descriptor
 
     @gluon.jit
-    def weigh(self, scores, top, total, at, tile, visible_keys, MASKED: gl.constexpr):
+    def weigh(
+        self, scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED: gl.constexpr
+    ):
         """Return (weights, top, total, rescale); a row sees ``visible_keys`` of the tile."""
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         columns = at % COLUMN_STAGES
@@ -216,8 +218,8 @@ def _consume(
 
     num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - (end_tile - num_tiles)
     num_masked = gl.minimum(gl.maximum(num_tiles - num_inner, 1), num_tiles)
-    value, lse, _ = wg.Consumer(PART, buffers, columns).attend(
-        tile, 0, end_tile - 1, num_masked, num_tiles, None, 0, LIFT
+    value, lse, _ = wg.Consumer(PART, buffers, columns, None).attend(
+        tile, 0, end_tile - 1, num_masked, num_tiles, num_tiles, None, 0, None, LIFT
     )
     outputs.store(value, lse, tile, PART, buffers.queries.tile(PART))
 

@@ -33,10 +33,9 @@ from mrv1.kernels._base.gluon import (
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill import warp_groups as wg
 from mrv1.kernels.attention.prefill.call import PrefillCall
-from mrv1.kernels.attention.prefill.choice import WARP_GROUP_TILES, PrefillSplits
+from mrv1.kernels.attention.prefill.choice import PrefillSplits, short_window_tile
 from mrv1.kernels.attention.prefill.warp_groups import (
     CONSUMER_REGISTERS,
-    LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
 )
@@ -45,8 +44,10 @@ L2_BYTES = gl.constexpr(1 << 25)  # keys and values that stay in the L2 cache
 SCAN_BLOCKS = gl.constexpr(512)
 WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WIDE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-SLOTS = gl.constexpr(2)  # items in shared memory: the one in work and the next one
-FIELDS = gl.constexpr(13)  # int32 numbers of an item
+FIELDS = gl.constexpr(14)  # int32 numbers of an item, without those of a window
+WINDOW_FIELDS = gl.constexpr(6)
+EARLY_STEPS = gl.constexpr(3)
+"""Steps before an item's end at which the next one is taken where windows make items short."""
 
 
 @gluon.constexpr_function
@@ -73,63 +74,85 @@ class Item:
     """A tile of queries and its keys, as the scheduler describes it to the other groups."""
 
     num_tiles: gl.tensor  # of keys; 0 = no more items
-    num_masked: gl.tensor  # the last of them
+    num_masked: gl.tensor  # steps, see ``masked_steps``
+    first_left: gl.tensor
     has_gaps: gl.tensor
     seq_len: gl.tensor
     pages: wg.Pages
     tile: wg.QueryTile
 
 
-@gluon.jit
-def _write(items, at, FIRST: gl.constexpr, fields, COUNT: gl.constexpr):
-    """Write ``COUNT`` fields of an item from ``FIRST`` on, as the only warp."""
-    for field in gl.static_range(COUNT):
-        items.tile(at).slice(FIRST + field, 1).store(gl.full([1], fields[field], gl.int32, WARP))
+@aggregate
+class Items:
+    """The items of a program, and what all have in common."""
 
+    channel: wg.Channel  # [SLOTS, fields] int32
+    block_table_ptr: gl.tensor
+    GROUP: gl.constexpr
+    BLOCK_SIZE: gl.constexpr
+    HAS_WINDOW: gl.constexpr
+    HAS_RING: gl.constexpr
 
-@gluon.jit
-def _fields(items, at):
-    """Return the fields of an item, of which the compiler reads those that are used."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    fields = ()
-    for field in gl.static_range(FIELDS):
-        number = items.tile(at).slice(field, 1).load(LAYOUT)
-        fields = fields + (gl.max(number, axis=0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
-    return fields
+    @gluon.jit
+    def write(self, at, FIRST: gl.constexpr, fields, COUNT: gl.constexpr):
+        """Write ``COUNT`` fields of an item from ``FIRST`` on, as the only warp."""
+        for field in gl.static_range(COUNT):
+            number = gl.full([1], fields[field], gl.int32, WARP)
+            self.channel.tile(at).slice(FIRST + field, 1).store(number)
 
+    @gluon.jit
+    def fields(self, at):
+        """Return the fields of an item, of which the compiler reads those that are used."""
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        COUNT: gl.constexpr = FIELDS + (WINDOW_FIELDS if self.HAS_WINDOW else 0)
+        fields = ()
+        for field in gl.static_range(COUNT):
+            number = self.channel.tile(at).slice(field, 1).load(LAYOUT)
+            fields = fields + (gl.max(number, axis=0),)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
+        return fields
 
-@gluon.jit
-def _read(items, at, block_table_ptr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Return an item."""
-    fields = _fields(items, at)
-    pages = wg.Pages(block_table_ptr + fields[4], fields[5], fields[6], fields[7], BLOCK_SIZE)
-    tile = wg.QueryTile(fields[8], fields[9], fields[10], fields[11], fields[12], GROUP)
-    return Item(fields[0], fields[1], fields[2] != 0, fields[3], pages, tile)
+    @gluon.jit
+    def read(self, at):
+        """Return an item."""
+        fields = self.fields(at)
+        window = None
+        if self.HAS_WINDOW:
+            ring_blocks = None
+            if self.HAS_RING:
+                ring_blocks = fields[19]
+            window = wg.Window(
+                fields[14], fields[15], fields[16], ring_blocks, fields[17], fields[18]
+            )
+        pages = wg.Pages(
+            self.block_table_ptr + fields[5], fields[6], fields[7], fields[8], window,
+            self.BLOCK_SIZE,
+        )  # fmt: skip
+        tile = wg.QueryTile(fields[9], fields[10], fields[11], fields[12], fields[13], self.GROUP)
+        return Item(fields[0], fields[1], fields[2], fields[3] != 0, fields[4], pages, tile)
 
-
-@gluon.jit
-def _next(items, at):
-    """Wait for an item and return how many tiles it has."""
-    items.wait_filled(at)
-    return _fields(items, at)[0]
+    @gluon.jit
+    def next(self, at):
+        """Wait for an item and return how many tiles it has."""
+        self.channel.wait_filled(at)
+        return self.fields(at)[0]
 
 
 @gluon.jit
 def _schedule(
-    items, wanted, ticket_ptr,
-    block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
+    items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
     heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-    DIM: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    window_ptr, sink_ptr, ring_blocks_ptr, DIM: gl.constexpr, TILE_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
-    TILE_QUERIES: gl.constexpr = ROWS // GROUP
+    BLOCK_SIZE: gl.constexpr = items.BLOCK_SIZE
+    TILE_QUERIES: gl.constexpr = ROWS // items.GROUP
     L2_KEYS: gl.constexpr = L2_BYTES // (4 * DIM)
     end = gl.load(query_start_loc_ptr + num_reqs)
     num_items = (end // TILE_QUERIES + num_reqs) * num_heads
     ticket = gl.program_id(0)
     count = gl.to_tensor(0)
     while ticket < num_items:
-        items.wait_free(count)
+        items.channel.wait_free(count)
         # The last request first, and its tiles from the last one, which has the most keys. Heads
         # side by side, as many as the L2 cache holds the keys and values of.
         pair = num_items - 1 - ticket
@@ -155,6 +178,19 @@ def _schedule(
             # A padding row has queries and no keys: one tile, in which it sees none.
             end_position = gl.maximum(context_len + end_query, 0)
             num_tiles = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
+            window = None
+            if items.HAS_WINDOW:
+                window = wg.find_window(
+                    window_ptr, sink_ptr, ring_blocks_ptr, head, context_len + first_query,
+                    end_position, BLOCK_SIZE, TILE_TOKENS,
+                )  # fmt: skip
+                num_tiles -= window.gap
+                fields = (
+                    window.size, window.sink, window.first_block, window.sink_tiles, window.gap,
+                )  # fmt: skip
+                items.write(count, FIELDS, fields, WINDOW_FIELDS - 1)
+                if items.HAS_RING:
+                    items.write(count, FIELDS + WINDOW_FIELDS - 1, (window.ring_blocks,), 1)
             table_row = req * stride_table_row + gl.load(table_offset_ptr + head)
             head_row = (gl.load(head_base_ptr + head) // DIM).to(gl.int32)
             block_rows = (gl.load(block_stride_ptr + head) // DIM).to(gl.int32)
@@ -163,50 +199,56 @@ def _schedule(
                 seq_len, table_row, last_column, head_row, block_rows,
                 query_start, first_query, end_query, context_len, head,
             )  # fmt: skip
-            _write(items, count, 3, fields, FIELDS - 3)  # at once: the scan needs registers
+            items.write(count, 4, fields, FIELDS - 4)  # at once: the scan needs registers
             # A page that is missing among those that every row sees makes all tiles masked ones.
-            row_ptr = block_table_ptr + table_row
-            pages = wg.Pages(row_ptr, last_column, head_row, block_rows, BLOCK_SIZE)
+            row_ptr = items.block_table_ptr + table_row
+            pages = wg.Pages(row_ptr, last_column, head_row, block_rows, window, BLOCK_SIZE)
             has_gaps = pages.have_gaps(0, SCAN_BLOCKS, WIDE_WARP)
-            num_inner = (context_len + first_query + 1) // TILE_TOKENS
-            num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
-            num_masked = gl.minimum(num_masked, num_tiles)
-            _write(items, count, 0, (num_tiles, num_masked, has_gaps.to(gl.int32)), 3)
+            queries = wg.QueryTile(
+                query_start, first_query, end_query, context_len, head, items.GROUP
+            )
+            num_masked, first_left = wg.masked_steps(
+                queries, window, num_tiles, num_tiles, has_gaps, TILE_TOKENS
+            )
+            fields = (num_tiles, num_masked, first_left, has_gaps.to(gl.int32))
+            items.write(count, 0, fields, 4)
             thread_barrier()
-            items.fill(count)
+            items.channel.fill(count)
             mbarrier.wait(wanted.index(0), count & 1)
             count += 1
         taken = gl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
         if taken == num_items - 1:  # each item adds one, so nobody will add any more
             gl.store(ticket_ptr, 0)
         ticket = gl.num_programs(0) + taken
-    items.wait_free(count)
-    _write(items, count, 0, (0,), 1)
+    items.channel.wait_free(count)
+    items.write(count, 0, (0,), 1)
     thread_barrier()
-    items.fill(count)
+    items.channel.fill(count)
 
 
 @gluon.jit
-def _produce(
-    q_desc, k_desc, v_desc, buffers, items, wanted, block_table_ptr,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
     """Copy the queries of each item, and the pages of its tiles from the last to the first."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
     DIM: gl.constexpr = buffers.keys.tiles.shape[2]
     BOX_DIM: gl.constexpr = k_desc.block_shape[1]
+    GROUP: gl.constexpr = items.GROUP
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items
-    num_tiles = _next(items, item)
+    num_tiles = items.next(item)
     while num_tiles > 0:
-        work = _read(items, item, block_table_ptr, GROUP, BLOCK_SIZE)
+        work = items.read(item)
         first_token = work.tile.query_start + work.tile.first_query
         first_head = work.tile.head * GROUP
-        items.release(item)
+        items.channel.release(item)
+        wanted_at = num_tiles - 1
+        if items.HAS_WINDOW:
+            wanted_at = gl.maximum(num_tiles - EARLY_STEPS, 0)
         for step in range(num_tiles):
-            if step == num_tiles - 1:
+            if step == wanted_at:
                 mbarrier.arrive(wanted.index(0), count=1)
-            rows = work.pages.rows(num_tiles - 1 - step, TILE_TOKENS)
+            tile = wg.tile_at(num_tiles - 1 - step, work.pages.window)
+            rows = work.pages.rows(tile, TILE_TOKENS)
             buffers.keys.copy(k_desc, rows, copy)
             if q_desc is not None:  # noqa: SIM102
                 if step == 0:
@@ -223,46 +265,47 @@ def _produce(
             buffers.values.copy(v_desc, rows, copy)
             copy += 1
         item += 1
-        num_tiles = _next(items, item)
+        num_tiles = items.next(item)
 
 
 @gluon.jit
-def _consume(
-    PART: gl.constexpr, buffers, items, block_table_ptr, q, out, lse, scale,
-    GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
+def _consume(PART: gl.constexpr, buffers, items, q, out, lse, softmax):
     """Attend from 64 rows of each item. Fields kept over the loops would take their registers."""
+    TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items before
     num_clears = gl.to_tensor(0)
-    num_tiles = _next(items, item)
+    num_tiles = items.next(item)
     while num_tiles > 0:
-        work = _read(items, item, block_table_ptr, GROUP, BLOCK_SIZE)
+        work = items.read(item)
+        window = work.pages.window
+        logit_sinks = softmax.logit_sinks(work.tile, PART, TILE_TOKENS)
         if q.ptr is None:
             mbarrier.wait(buffers.queries.filled.index(PART), item & 1)
         else:
             rows = q.load(work.tile, PART, buffers.keys.tiles.shape[2])
             buffers.queries.tile(PART).store(rows)
             fence_async_shared()
-        num_live = work.seq_len - (num_tiles - 1) * buffers.keys.tiles.shape[1]
-        scores = wg.PlainKeys(work.pages, scale, work.has_gaps)
-        value, row_lse, num_clears = wg.Consumer(PART, buffers, scores).attend(
-            work.tile, copy, num_tiles - 1, work.num_masked, num_tiles, num_live, num_clears
-        )
+        num_live = work.seq_len - wg.tile_at(num_tiles - 1, window) * TILE_TOKENS
+        scores = wg.PlainKeys(work.pages, softmax, work.has_gaps)
+        value, row_lse, num_clears = wg.Consumer(PART, buffers, scores, window).attend(
+            work.tile, copy, num_tiles - 1, work.num_masked, work.first_left, num_tiles, num_live,
+            num_clears, logit_sinks,
+        )  # fmt: skip
         # Exchanges among lanes by shuffles: in one step it would take shared memory.
         DIM: gl.constexpr = value.shape[1]
         dtype: gl.constexpr = out.ptr.dtype.element_ty
         value = gl.convert_layout(value.to(dtype), exchange_layout(DIM, False))
         value = gl.convert_layout(value.to(gl.int16, bitcast=True), exchange_layout(DIM, True))
-        tile = _read(items, item, block_table_ptr, GROUP, BLOCK_SIZE).tile
+        tile = items.read(item).tile
         rows = tile.places(PART * 64, 64, gl.SliceLayout(1, value.type.layout))
         out.store(value.to(dtype, bitcast=True), rows)
         NUMBERS: gl.constexpr = row_lse.type.layout
         lse.store_vector(row_lse, tile.places(PART * 64, 64, NUMBERS))
-        items.release(item)
+        items.channel.release(item)
         copy += num_tiles
         item += 1
-        num_tiles = _next(items, item)
+        num_tiles = items.next(item)
 
 
 @gluon.jit(
@@ -283,7 +326,11 @@ def _prefill_queue_kernel(
     heads_ptr, num_heads,  # [num_heads] int32, KV heads of the launch, or None: all
     head_base_ptr, block_stride_ptr,  # [kv_heads] int64, elements
     table_offset_ptr,  # [kv_heads] int32
+    window_ptr, sink_ptr,  # the same, or None: no head has a window
+    ring_blocks_ptr,  # the same, or None: no head has a ring
     softmax_scale,
+    soft_cap,  # float32, or None
+    sinks_ptr,  # [q_heads], or None
     DIM: gl.constexpr, GROUP: gl.constexpr,  # query heads per KV head
     BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,  # keys of a tile
     STAGES: gl.constexpr,  # tiles of K and of V in shared memory
@@ -296,25 +343,26 @@ def _prefill_queue_kernel(
     values = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
     buffers = wg.Buffers(queries, keys, values, wg.make_barriers(1, 2))
     FIELD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    fields = gl.allocate_shared_memory(gl.int32, [SLOTS, 16], FIELD)
-    items = wg.Channel(fields, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
+    HAS_WINDOW: gl.constexpr = window_ptr is not None
+    SLOTS: gl.constexpr = 3 if HAS_WINDOW else 2
+    fields = gl.allocate_shared_memory(gl.int32, [SLOTS, 32 if HAS_WINDOW else 16], FIELD)
+    channel = wg.Channel(fields, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
+    HAS_RING: gl.constexpr = ring_blocks_ptr is not None
+    items = Items(channel, block_table_ptr, GROUP, BLOCK_SIZE, HAS_WINDOW, HAS_RING)
     wanted = wg.make_barriers(1, 1)
     fence_async_shared()
     q = wg.Matrix(q_ptr, stride_q_token, stride_q_head)
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)
     lse = wg.Matrix(lse_ptr, stride_lse_token, stride_lse_head)
-    scale = softmax_scale * LOG2_E
+    softmax = wg.make_softmax(softmax_scale, soft_cap, sinks_ptr)
     gl.warp_specialize([
-        (_consume, (0, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE)),
-        (_consume, (1, buffers, items, block_table_ptr, q, out, lse, scale, GROUP, BLOCK_SIZE)),
-        (_produce, (
-            q_desc, k_desc, v_desc, buffers, items, wanted, block_table_ptr, GROUP, BLOCK_SIZE
-        )),
+        (_consume, (0, buffers, items, q, out, lse, softmax)),
+        (_consume, (1, buffers, items, q, out, lse, softmax)),
+        (_produce, (q_desc, k_desc, v_desc, buffers, items, wanted)),
         (_schedule, (
-            items, wanted, ticket_ptr,
-            block_table_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
-            heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-            DIM, GROUP, BLOCK_SIZE, TILE_TOKENS,
+            items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
+            num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
+            window_ptr, sink_ptr, ring_blocks_ptr, DIM, TILE_TOKENS,
         )),
     ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -336,5 +384,5 @@ def launch(call: PrefillCall, splits: PrefillSplits) -> None:
         *call.outputs(), splits.ticket,
         describe_queries(call.q, call.group) if is_boxed else None,
         *with_strides(None if is_boxed else call.q), *call.caches(wg.describe),
-        *call.batch(), **call.constexprs(WARP_GROUP_TILES[call.layout.head_dim]), num_warps=4,
+        *call.batch(), **call.constexprs(short_window_tile(call.layout)), num_warps=4,
     )  # fmt: skip

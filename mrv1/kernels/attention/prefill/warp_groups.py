@@ -35,9 +35,13 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_ROWS
+from mrv1.kernels.cache import addresses
+from mrv1.kernels.cache.addresses import TableRow
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
+NO_WINDOW = gl.constexpr(1 << 30)  # larger than every context
+table_column = gluon.jit(addresses.table_column.fn)
 ROWS = gl.constexpr(WARP_GROUP_ROWS)  # (query, query head) rows of a program: 64 for each consumer
 CONSUMER_REGISTERS = gl.constexpr(232)
 """Registers of a consumer's thread: accumulators of scores and output, and weights."""
@@ -168,14 +172,101 @@ def make_channel(
 
 
 @aggregate
+class Window:
+    """The window of a program's head, and the tiles of keys that its rows may see.
+
+    The tiles that are visited have *places*, counted from the first key on::
+
+        sink | gap, not visited | left edge of the window | seen by every row | right edge
+
+    A head without a window, in a launch of heads that have one, has a window of ``NO_WINDOW``.
+    """
+
+    size: gl.tensor  # tokens that a row sees, its own among them
+    sink: gl.tensor  # first tokens that all rows see too
+    first_block: gl.tensor  # of the window's pages; those between the sink's and it are not read
+    ring_blocks: gl.tensor  # as in ``kv_layout``, or None: no head has a ring
+    sink_tiles: gl.tensor
+    gap: gl.tensor  # tiles
+
+    @gluon.jit
+    def sees_block(self, logical, BLOCK_SIZE: gl.constexpr):
+        """Return whether some row may see a key of a block up to the program's last one."""
+        return (logical >= self.first_block) | (logical * BLOCK_SIZE < self.sink)
+
+    @gluon.jit
+    def hides(self, first_live, tile, TILE_TOKENS: gl.constexpr):
+        """Return whether a tile has keys before ``first_live`` that are not of the sink."""
+        first = tile * TILE_TOKENS
+        return (first < first_live) & (first + TILE_TOKENS > self.sink)
+
+
+@gluon.jit
+def find_window(
+    window_ptr, sink_ptr, ring_blocks_ptr, head, first_position, end_position,
+    BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,
+):  # fmt: skip
+    """Return the ``Window`` of queries at positions [first_position, end_position)."""
+    size = gl.load(window_ptr + head)
+    size = gl.where(size < 0, NO_WINDOW, size)
+    sink = gl.minimum(gl.load(sink_ptr + head), end_position)
+    ring_blocks = None
+    if ring_blocks_ptr is not None:
+        ring_blocks = gl.load(ring_blocks_ptr + head)
+    start = gl.minimum(gl.maximum(first_position + 1 - size, sink), end_position)
+    sink_tiles = gl.cdiv(sink, TILE_TOKENS)
+    gap = gl.maximum(start // TILE_TOKENS - sink_tiles, 0)
+    return Window(size, sink, start // BLOCK_SIZE, ring_blocks, sink_tiles, gap)
+
+
+@gluon.jit
+def tile_at(place, window):
+    """Return the tile of keys at a place."""
+    tile = place
+    if window is not None:
+        tile += gl.where(place >= window.sink_tiles, window.gap, 0)
+    return tile
+
+
+@gluon.jit
+def masked_steps(tile, window, end_place, num_tiles, has_gaps, TILE_TOKENS: gl.constexpr):
+    """Return (num_masked, first_left) of the ``num_tiles`` steps down from ``end_place``.
+
+    Steps before ``num_masked`` have keys after some row, those from ``first_left`` on keys before
+    some row's window. A gap makes all steps masked ones.
+    """
+    first_tile = end_place - num_tiles
+    first_left = num_tiles
+    if window is not None:
+        first_tile += window.gap
+        end_key = tile.context_len + tile.end_query
+        left = gl.cdiv(gl.maximum(end_key - window.size, 0), TILE_TOKENS)
+        first_left = end_place + window.gap - left
+    num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - first_tile
+    num_masked = gl.where(has_gaps, num_tiles, gl.maximum(num_tiles - num_inner, 1))
+    return gl.minimum(num_masked, num_tiles), first_left
+
+
+@aggregate
 class Pages:
     """Where a request's pages of one head are in the caches."""
 
     table_row_ptr: gl.tensor  # of the head's columns
-    last_column: gl.tensor  # with a page that some row sees
+    last_column: gl.tensor  # with a page that some row sees: the last logical block
     head_row: gl.tensor  # of the caches' rows of one head's elements
     block_rows: gl.tensor
+    window: Window  # or None
     BLOCK_SIZE: gl.constexpr
+
+    @gluon.jit
+    def column(self, logical):
+        """Return the columns of logical blocks."""
+        column = logical
+        if self.window is not None:  # noqa: SIM102
+            if self.window.ring_blocks is not None:
+                row = TableRow(None, 0, self.window.sink, self.window.ring_blocks)
+                column = table_column(logical, row, self.BLOCK_SIZE)
+        return column
 
     @gluon.jit
     def rows(self, tile, TILE_TOKENS: gl.constexpr):
@@ -184,8 +275,10 @@ class Pages:
         rows = ()
         for page in gl.static_range(PAGES):
             # Past the last column any page will do: its keys are masked, its values cleared.
-            column = gl.minimum(tile * PAGES + page, self.last_column)
-            block = gl.load(self.table_row_ptr + column)
+            logical = gl.minimum(tile * PAGES + page, self.last_column)
+            block = gl.load(self.table_row_ptr + self.column(logical))
+            if self.window is not None:  # a page that no row sees may hold anything
+                block = gl.where(self.window.sees_block(logical, self.BLOCK_SIZE), block, -1)
             # No page: a row before the first one, for which the copy writes zeros.
             row = gl.where(block < 0, -self.BLOCK_SIZE, self.head_row + block * self.block_rows)
             rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005 - Triton has no stars
@@ -193,13 +286,25 @@ class Pages:
 
     @gluon.jit
     def have_gaps(self, first_column, SCAN_BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
-        """Return whether a page is missing from ``first_column`` on."""
+        """Return whether a page that some row sees is missing from ``first_column`` on."""
         lowest = gl.full([SCAN_BLOCKS], 0, gl.int32, LAYOUT)
+        if self.window is not None:
+            if first_column * self.BLOCK_SIZE < self.window.sink:
+                for first in range(0, gl.cdiv(self.window.sink, self.BLOCK_SIZE), SCAN_BLOCKS):
+                    lowest = gl.minimum(lowest, self.load(first, SCAN_BLOCKS, LAYOUT))
+            first_column = gl.maximum(first_column, self.window.first_block)
         for first in range(first_column, self.last_column + 1, SCAN_BLOCKS):
-            column = first + gl.arange(0, SCAN_BLOCKS, layout=LAYOUT)
-            in_row = column <= self.last_column
-            lowest = gl.minimum(lowest, gl.load(self.table_row_ptr + column, mask=in_row, other=0))
+            lowest = gl.minimum(lowest, self.load(first, SCAN_BLOCKS, LAYOUT))
         return gl.min(lowest, axis=0) < 0
+
+    @gluon.jit
+    def load(self, first, SCAN_BLOCKS: gl.constexpr, LAYOUT: gl.constexpr):
+        """Return the blocks of ``SCAN_BLOCKS`` logical blocks, 0 past the last that rows see."""
+        logical = first + gl.arange(0, SCAN_BLOCKS, layout=LAYOUT)
+        seen = logical <= self.last_column
+        if self.window is not None:
+            seen &= self.window.sees_block(logical, self.BLOCK_SIZE)
+        return gl.load(self.table_row_ptr + self.column(logical), mask=seen, other=0)
 
 
 @aggregate
@@ -299,43 +404,110 @@ class Outputs:
                 self.out.store(whole, tile.places(PART * 64, 64, gl.SliceLayout(1, WHOLE)))
 
 
+@gluon.jit
+def _tanh(x):
+    """Return tanh(x) with a relative error of at most 2^-11, by one instruction."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@aggregate
+class Softmax:
+    """How scores become weights."""
+
+    scale: gl.tensor  # of scores, or of the tanh of capped ones, for exponents of 2
+    cap_scale: gl.tensor  # of what the tanh is taken of, or None: no cap
+    sinks_ptr: gl.tensor  # [q_heads], logit sinks, or None
+
+    @gluon.jit
+    def logit_sinks(self, tile, PART: gl.constexpr, TILE_TOKENS: gl.constexpr):
+        """Return the logit sink of each of a consumer's rows in base 2, or None.
+
+        It is -inf where there is no query.
+        """
+        logit_sinks = None
+        if self.sinks_ptr is not None:
+            LAYOUT: gl.constexpr = gl.SliceLayout(1, product_layout(TILE_TOKENS))
+            _, q_head, exists = tile.places(PART * 64, 64, LAYOUT)
+            logit_sinks = gl.load(self.sinks_ptr + q_head, mask=exists, other=float("-inf"))
+            logit_sinks = logit_sinks.to(gl.float32) * LOG2_E
+        return logit_sinks
+
+
+@gluon.jit
+def make_softmax(softmax_scale, soft_cap, sinks_ptr):
+    """Return the ``Softmax`` of a launch; ``soft_cap`` and ``sinks_ptr`` may be None."""
+    scale = softmax_scale * LOG2_E
+    cap_scale = None
+    if soft_cap is not None:
+        cap_scale = softmax_scale / soft_cap
+        scale = soft_cap * LOG2_E
+    return Softmax(scale, cap_scale, sinks_ptr)
+
+
 @aggregate
 class PlainKeys:
     """How products of 16-bit queries and keys become weights."""
 
     pages: Pages
-    scale: gl.tensor  # softmax_scale * log2(e)
+    softmax: Softmax
     has_gaps: gl.tensor
 
     @gluon.jit
-    def weigh(self, scores, top, total, at, tile, visible_keys, MASKED: gl.constexpr):
-        """Return (weights, top, total, rescale); a row sees ``visible_keys`` of the tile."""
+    def weigh(
+        self, scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED: gl.constexpr
+    ):
+        """Return (weights, top, total, rescale); a row sees ``visible_keys`` of the tile.
+
+        With a window they begin before the tile, unless the tile is ``at_left``, and all rows see
+        all keys to the end of the tile, unless it is ``at_right``.
+        """
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         TILE_TOKENS: gl.constexpr = scores.shape[1]
+        scale = self.softmax.scale
+        if self.softmax.cap_scale is not None:
+            scores = _tanh(scores * self.softmax.cap_scale)
         if MASKED:  # the compiler knows this condition, the program the next one
             if self.has_gaps:
                 key = tile * TILE_TOKENS + gl.arange(0, TILE_TOKENS, layout=KEYS)
-                column = gl.minimum(key // self.pages.BLOCK_SIZE, self.pages.last_column)
-                has_page = gl.load(self.pages.table_row_ptr + column) >= 0
+                logical = gl.minimum(key // self.pages.BLOCK_SIZE, self.pages.last_column)
+                has_page = gl.load(self.pages.table_row_ptr + self.pages.column(logical)) >= 0
                 scores = gl.where(has_page[None, :], scores, float("-inf"))
             key = gl.arange(0, TILE_TOKENS, layout=KEYS)
-            scores = gl.where(key[None, :] < visible_keys[:, None], scores, float("-inf"))
-        new_top = gl.maximum(top, gl.max(scores, 1) * self.scale)
+            window = self.pages.window
+            if window is None:
+                at_right = True
+            else:
+                if at_left:
+                    first_key = (visible_keys - window.size)[:, None]
+                    in_sink = key < window.sink - tile * TILE_TOKENS
+                    visible = (key[None, :] >= first_key) | in_sink[None, :]
+                    scores = gl.where(visible, scores, float("-inf"))
+            if at_right:
+                scores = gl.where(key[None, :] < visible_keys[:, None], scores, float("-inf"))
+        new_top = gl.maximum(top, gl.max(scores, 1) * scale)
         shift = new_top
         if MASKED:
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
-        weights = gl.exp2(scores * self.scale - shift[:, None])
+        weights = gl.exp2(scores * scale - shift[:, None])
         rescale = gl.exp2(top - shift)
         return weights, new_top, total * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
-def clear_rows(values, first, num_live):
-    """Clear a tile's values from ``num_live`` on: they may be NaN, and 0 * NaN is NaN."""
+def clear_rows(values, first, num_live, sink=None, first_live=None):
+    """Clear a tile's values from ``num_live`` on: they may be NaN, and 0 * NaN is NaN.
+
+    With a window also those between its sink and ``first_live``.
+    """
     LAYOUT: gl.constexpr = rows_layout(values.shape[1])
     key = first + gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    is_live = key < num_live
+    if sink is not None:
+        is_live &= (key < sink) | (key >= first_live)
     value = values.load(LAYOUT)
-    values.store(gl.where((key < num_live)[:, None], value, gl.zeros_like(value)))
+    values.store(gl.where(is_live[:, None], value, gl.zeros_like(value)))
 
 
 @aggregate
@@ -355,6 +527,7 @@ class Consumer:
     PART: gl.constexpr  # which rows: from 64 * PART on
     buffers: Buffers
     scores: PlainKeys  # or others whose ``weigh`` turns products into weights
+    window: Window  # or None
 
     @gluon.jit
     def multiply(self, at):
@@ -366,7 +539,33 @@ class Consumer:
         return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
 
     @gluon.jit
-    def step(self, weights, acc, top, total, at, tile, position, MASKED: gl.constexpr):
+    def clear(self, at, tile, num_live, first_live, num_clears):
+        """Clear a tile's values from the ``num_live``-th on, and those that a window hides.
+
+        Returns the number of clears, of which the consumers do a half each.
+        """
+        TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
+        HALF: gl.constexpr = TILE_TOKENS // 2
+        sink = None
+        is_hiding = num_live < TILE_TOKENS
+        if self.window is not None:
+            is_hiding |= self.window.hides(first_live, tile, TILE_TOKENS)
+            sink = self.window.sink - tile * TILE_TOKENS
+            first_live -= tile * TILE_TOKENS
+        if is_hiding:
+            half = self.buffers.values.tile(at).slice(self.PART * HALF, HALF)
+            clear_rows(half, self.PART * HALF, num_live, sink, first_live)
+            fence_async_shared()
+            mbarrier.arrive(self.buffers.cleared.index(0), count=1)
+            mbarrier.wait(self.buffers.cleared.index(0), num_clears & 1)
+            num_clears += 1
+        return num_clears
+
+    @gluon.jit
+    def step(
+        self, weights, acc, top, total, at, tile, position, at_right, at_left, first_live,
+        num_clears, MASKED: gl.constexpr,
+    ):  # fmt: skip
         """Multiply this tile's keys beside the previous tile's values; return the new weights."""
         CLEARS: gl.constexpr = self.buffers.cleared is not None
         OUT_LAYOUT: gl.constexpr = product_layout(self.buffers.keys.tiles.shape[2])
@@ -384,27 +583,31 @@ class Consumer:
             scores = warpgroup_mma_wait(1, deps=(scores,))
         self.buffers.keys.release(at)
         exact, top, total, rescale = self.scores.weigh(
-            scores, top, total, at, tile, visible_keys, MASKED
+            scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED
         )
         if CLEARS:  # the first values were waited for before the loops
             # Its loop keeps ptxas from moving the softmax behind the wait for the product.
             values.wait_filled(at)
+            if MASKED and self.window is not None:
+                TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
+                num_clears = self.clear(at, tile, TILE_TOKENS, first_live, num_clears)
         exact = exact.to(self.buffers.queries.tiles.dtype)
         weights = gl.convert_layout(exact, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
         acc, weights, total = warpgroup_mma_wait(0, deps=(acc, weights, total))
         values.release(at - 1)
         rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))
-        return weights, acc * rescale[:, None], top, total
+        return weights, acc * rescale[:, None], top, total, num_clears
 
     @gluon.jit
     def attend(
-        self, tile, first_at, last_tile, num_masked, num_tiles, num_live, num_clears,
-        LIFT: gl.constexpr = 0,
+        self, tile, first_at, last_place, num_masked, first_left, num_tiles, num_live, num_clears,
+        logit_sinks=None, LIFT: gl.constexpr = 0,
     ):  # fmt: skip
-        """Attend to ``num_tiles`` tiles of keys up to ``last_tile``, the last ones with masks.
+        """Attend to ``num_tiles`` tiles of keys, from the one at ``last_place`` down.
 
-        That one is the program's ``first_at``-th, and values from its ``num_live``-th on may be
-        NaN. Weights are 2^(LIFT + score - top). Returns (output, log-sum-exp, number of clears).
+        See ``masked_steps`` for ``num_masked`` and ``first_left``. The first tile is the program's
+        ``first_at``-th, and its values from the ``num_live``-th on may be NaN. Weights are
+        2^(LIFT + score - top). Returns (output, log-sum-exp, number of clears).
         """
         TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
         DIM: gl.constexpr = self.buffers.keys.tiles.shape[2]
@@ -414,36 +617,49 @@ class Consumer:
         row = self.PART * 64 + gl.arange(0, 64, layout=VECTOR_OF_ROWS)
         query = gl.minimum(tile.first_query + row // tile.GROUP, tile.end_query - 1)
         position = tile.context_len + query
+        first_live = None
+        if self.window is not None:  # the first key that the request's first query sees
+            first_live = tile.context_len + 1 - self.window.size
         top = gl.full([64], float("-inf"), gl.float32, VECTOR_OF_ROWS)
         total = gl.zeros([64], gl.float32, VECTOR_OF_ROWS)
+        if logit_sinks is not None:
+            total = gl.where(logit_sinks == top, 0.0, 1 << LIFT)  # for NaN too, which must stay
+            top = logit_sinks
         acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
 
+        last_tile = tile_at(last_place, self.window)
         keys.wait_filled(first_at)
         scores = warpgroup_mma_wait(0, deps=(self.multiply(first_at),))
         keys.release(first_at)
         exact, top, total, _ = self.scores.weigh(
-            scores, top, total, first_at, last_tile, position + 1 - last_tile * TILE_TOKENS, True
-        )
+            scores, top, total, first_at, last_tile, position + 1 - last_tile * TILE_TOKENS,
+            True, first_left <= 0, True,
+        )  # fmt: skip
         exact = exact.to(self.buffers.queries.tiles.dtype)
         weights = gl.convert_layout(exact, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
         if cleared is not None:
             values.wait_filled(first_at)
-            if num_live < TILE_TOKENS:
-                HALF: gl.constexpr = TILE_TOKENS // 2  # for each consumer
-                half = values.tile(first_at).slice(self.PART * HALF, HALF)
-                clear_rows(half, self.PART * HALF, num_live)
-                fence_async_shared()
-                mbarrier.arrive(cleared.index(0), count=1)
-                mbarrier.wait(cleared.index(0), num_clears & 1)
-                num_clears += 1
+            num_clears = self.clear(first_at, last_tile, num_live, first_live, num_clears)
         for step in range(1, num_masked):
-            weights, acc, top, total = self.step(
-                weights, acc, top, total, first_at + step, last_tile - step, position, True
-            )
-        for step in range(num_masked, num_tiles):
-            weights, acc, top, total = self.step(
-                weights, acc, top, total, first_at + step, last_tile - step, position, False
-            )
+            weights, acc, top, total, num_clears = self.step(
+                weights, acc, top, total, first_at + step, tile_at(last_place - step, self.window),
+                position, True, step >= first_left, first_live, num_clears, True,
+            )  # fmt: skip
+        end_inner = num_tiles
+        if self.window is not None:
+            end_inner = gl.minimum(gl.maximum(first_left, num_masked), num_tiles)
+        for step in range(num_masked, end_inner):
+            weights, acc, top, total, num_clears = self.step(
+                weights, acc, top, total, first_at + step, tile_at(last_place - step, self.window),
+                position, False, False, first_live, num_clears, False,
+            )  # fmt: skip
+        if self.window is not None:
+            for step in range(end_inner, num_tiles):
+                weights, acc, top, total, num_clears = self.step(
+                    weights, acc, top, total, first_at + step,
+                    tile_at(last_place - step, self.window), position, False, True, first_live,
+                    num_clears, True,
+                )  # fmt: skip
         if self.buffers.queries.free is not None:
             self.buffers.queries.release(self.PART)
         last_at = first_at + num_tiles - 1
