@@ -333,9 +333,7 @@ def _warp_group_cases() -> list[AotCase]:
     ) -> AotCase:  # fmt: skip
         pages, lengths = _page_boxes(dtype, block_size, head_dim), pointer(torch.int32)
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
-        queries = (None, pointer(dtype), 4096, 128)
-        if 128 % group == 0:
-            queries = (hopper_queue.describe_queries(q, group), None, 0, 0)
+        queries = hopper_queue.describe_queries(q, group)
         return AotCase(
             name=_warp_group_name("prefill-queue", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads
@@ -344,7 +342,7 @@ def _warp_group_cases() -> list[AotCase]:
             kernel=hopper_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
-                *queries, pages, pages,
+                queries, pages, pages,
                 lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
                 pointer(torch.int64), pointer(torch.int64), lengths, *_mask_arguments(masks),

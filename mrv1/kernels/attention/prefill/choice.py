@@ -30,6 +30,9 @@ holds twice as many, as its scores need no registers for operands."""
 
 WARP_GROUP_CAPABILITY = (9, 0)  # GPUs of the kernels of warp groups
 WARP_GROUP_ROWS = 128  # rows of their tiles
+BOX_QUERIES = 16
+"""Queries of a box, which has one query head and the rows of a warp: the tiles of ``hopper_queue``
+are boxes where whole queries would not fill them."""
 WARP_GROUP_TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
 """head_dim -> keys of a tile, and tiles of K and of V that they have in shared memory, which take
 112, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys) / 2
@@ -449,7 +452,10 @@ def prefills_decodes_too(layer: PrefillLayer, max_query_len: int, num_tokens: in
     """
     choice = choose_launch(layer, layer, max_query_len, num_tokens)
     is_queued = choice.kernel is not None and choice.division == "queue"
-    return is_queued and not layer.layout.has_window
+    # Boxes of more heads are several tiles, each of which reads the decode's keys.
+    most_heads = WARP_GROUP_ROWS // BOX_QUERIES
+    has_one_tile = WARP_GROUP_ROWS % layer.group == 0 or layer.group <= most_heads
+    return is_queued and has_one_tile and not layer.layout.has_window
 
 
 def kernel_for(

@@ -163,7 +163,7 @@ def _prefill_hopper_kernel(
         tile_of_batch = num_tiles - 1 - pair % num_tiles
     if heads_ptr is not None:
         head = gl.load(heads_ptr + head)
-    req = wg.find_request(query_start_loc_ptr, tile_of_batch, num_reqs, TILE_QUERIES)
+    req = wg.find_request(query_start_loc_ptr, tile_of_batch, num_reqs, GROUP)
     query_start = gl.load(query_start_loc_ptr + req)
     query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
     first_query = (tile_of_batch - (query_start // TILE_QUERIES + req)) * TILE_QUERIES
@@ -201,7 +201,7 @@ def _prefill_hopper_kernel(
         last_column, (gl.load(head_base_ptr + head) // DIM).to(gl.int32),
         (gl.load(block_stride_ptr + head) // DIM).to(gl.int32), window, BLOCK_SIZE,
     )  # fmt: skip
-    tile = wg.QueryTile(query_start, first_query, end_query, context_len, head, GROUP)
+    tile = wg.QueryTile(query_start, first_query, end_query, context_len, head, 0, GROUP, 1)
 
     q = wg.Matrix(q_ptr, stride_q_token, stride_q_head)
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import torch
 
 from mrv1.device import device_info
-from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.gluon import (
     TensorDescriptor,
     aggregate,
@@ -33,7 +32,12 @@ from mrv1.kernels._base.gluon import (
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill import warp_groups as wg
 from mrv1.kernels.attention.prefill.call import PrefillCall
-from mrv1.kernels.attention.prefill.choice import PrefillSplits, short_window_tile
+from mrv1.kernels.attention.prefill.choice import (
+    BOX_QUERIES,
+    WARP_GROUP_ROWS,
+    PrefillSplits,
+    short_window_tile,
+)
 from mrv1.kernels.attention.prefill.warp_groups import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
@@ -44,10 +48,16 @@ L2_BYTES = gl.constexpr(1 << 25)  # keys and values that stay in the L2 cache
 SCAN_BLOCKS = gl.constexpr(512)
 WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 WIDE_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-FIELDS = gl.constexpr(14)  # int32 numbers of an item, without those of a window
+FIELDS = gl.constexpr(15)  # int32 numbers of an item, without those of a window
 WINDOW_FIELDS = gl.constexpr(6)
 EARLY_STEPS = gl.constexpr(3)
 """Steps before an item's end at which the next one is taken where windows make items short."""
+
+
+@gluon.constexpr_function
+def box_queries(group):
+    """Return the queries of a box, or 1: whole queries fill a tile's rows, see ``QueryTile``."""
+    return 1 if WARP_GROUP_ROWS % group == 0 else BOX_QUERIES
 
 
 @gluon.constexpr_function
@@ -89,6 +99,7 @@ class Items:
     channel: wg.Channel  # [SLOTS, fields] int32
     block_table_ptr: gl.tensor
     GROUP: gl.constexpr
+    BLOCK: gl.constexpr  # see ``QueryTile``
     BLOCK_SIZE: gl.constexpr
     HAS_WINDOW: gl.constexpr
     HAS_RING: gl.constexpr
@@ -119,15 +130,18 @@ class Items:
         if self.HAS_WINDOW:
             ring_blocks = None
             if self.HAS_RING:
-                ring_blocks = fields[19]
+                ring_blocks = fields[20]
             window = wg.Window(
-                fields[14], fields[15], fields[16], ring_blocks, fields[17], fields[18]
+                fields[15], fields[16], fields[17], ring_blocks, fields[18], fields[19]
             )
         pages = wg.Pages(
             self.block_table_ptr + fields[5], fields[6], fields[7], fields[8], window,
             self.BLOCK_SIZE,
         )  # fmt: skip
-        tile = wg.QueryTile(fields[9], fields[10], fields[11], fields[12], fields[13], self.GROUP)
+        tile = wg.QueryTile(
+            fields[9], fields[10], fields[11], fields[12], fields[13],
+            fields[14] if self.BLOCK > 1 else 0, self.GROUP, self.BLOCK,
+        )  # fmt: skip
         return Item(fields[0], fields[1], fields[2], fields[3] != 0, fields[4], pages, tile)
 
     @gluon.jit
@@ -145,10 +159,12 @@ def _schedule(
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
     BLOCK_SIZE: gl.constexpr = items.BLOCK_SIZE
-    TILE_QUERIES: gl.constexpr = ROWS // items.GROUP
+    GROUP: gl.constexpr = items.GROUP
+    BLOCK: gl.constexpr = items.BLOCK
+    BOXES: gl.constexpr = ROWS // BLOCK
     L2_KEYS: gl.constexpr = L2_BYTES // (4 * DIM)
     end = gl.load(query_start_loc_ptr + num_reqs)
-    num_items = (end // TILE_QUERIES + num_reqs) * num_heads
+    num_items = wg.first_tile(end, num_reqs, GROUP, BLOCK) * num_heads
     ticket = gl.program_id(0)
     count = gl.to_tensor(0)
     while ticket < num_items:
@@ -157,24 +173,26 @@ def _schedule(
         # side by side, as many as the L2 cache holds the keys and values of.
         pair = num_items - 1 - ticket
         tile = pair // num_heads
-        req = wg.find_request(query_start_loc_ptr, tile, num_reqs, TILE_QUERIES, WARP)
+        req = wg.find_request(query_start_loc_ptr, tile, num_reqs, GROUP, BLOCK, WARP)
         query_start = gl.load(query_start_loc_ptr + req)
         query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
         seq_len = gl.load(seq_lens_ptr + req)
         context_len = seq_len - query_len
-        tiles = gl.maximum(gl.cdiv(query_len, TILE_QUERIES), 1)
+        tiles = gl.maximum(gl.cdiv(gl.cdiv(query_len, BLOCK) * GROUP, BOXES), 1)
         together = gl.minimum(gl.maximum(L2_KEYS // gl.maximum(seq_len, 1), 1), num_heads)
-        rest = pair - (query_start // TILE_QUERIES + req) * num_heads
+        rest = pair - wg.first_tile(query_start, req, GROUP, BLOCK) * num_heads
         is_tile = rest < tiles * num_heads  # some requests have room for one tile more
         first_head = rest // (tiles * together) * together
         rest -= first_head * tiles
         together = gl.maximum(gl.minimum(together, num_heads - first_head), 1)
-        first_query = rest // together * TILE_QUERIES
+        first_box = rest // together * BOXES
+        first_query = first_box // GROUP * BLOCK
         head = first_head + rest % together
         if is_tile & (first_query < query_len):
             if heads_ptr is not None:
                 head = gl.load(heads_ptr + head)
-            end_query = gl.minimum(first_query + TILE_QUERIES, query_len)
+            end_query = (first_box + BOXES - 1) // GROUP * BLOCK + BLOCK
+            end_query = gl.minimum(end_query, query_len)
             # A padding row has queries and no keys: one tile, in which it sees none.
             end_position = gl.maximum(context_len + end_query, 0)
             num_tiles = gl.maximum(gl.cdiv(end_position, TILE_TOKENS), 1)
@@ -197,7 +215,7 @@ def _schedule(
             last_column = gl.maximum(gl.cdiv(end_position, BLOCK_SIZE) - 1, 0)
             fields = (
                 seq_len, table_row, last_column, head_row, block_rows,
-                query_start, first_query, end_query, context_len, head,
+                query_start, first_query, end_query, context_len, head, first_box % GROUP,
             )  # fmt: skip
             items.write(count, 4, fields, FIELDS - 4)  # at once: the scan needs registers
             # A page that is missing among those that every row sees makes all tiles masked ones.
@@ -205,7 +223,7 @@ def _schedule(
             pages = wg.Pages(row_ptr, last_column, head_row, block_rows, window, BLOCK_SIZE)
             has_gaps = pages.have_gaps(0, SCAN_BLOCKS, WIDE_WARP)
             queries = wg.QueryTile(
-                query_start, first_query, end_query, context_len, head, items.GROUP
+                query_start, first_query, end_query, context_len, head, 0, GROUP, BLOCK
             )
             num_masked, first_left = wg.masked_steps(
                 queries, window, num_tiles, num_tiles, has_gaps, TILE_TOKENS
@@ -227,19 +245,35 @@ def _schedule(
 
 
 @gluon.jit
+def _copy_queries(q_desc, queries, tile, item):
+    """Begin to copy the queries of an item, once the consumers have read those before."""
+    DIM: gl.constexpr = queries.tiles.shape[2]
+    BOX_DIM: gl.constexpr = q_desc.block_shape[2]
+    BOX_ROWS: gl.constexpr = q_desc.block_shape[0] * q_desc.block_shape[1]
+    BOXES: gl.constexpr = 64 // BOX_ROWS
+    for part in gl.static_range(2):
+        filled = queries.filled.index(part)
+        mbarrier.wait(queries.free.index(part), (item & 1) ^ 1)
+        mbarrier.expect(filled, 64 * DIM * 2)
+        for box in gl.static_range(BOXES):
+            query, member = tile.query(part * 64 + box * BOX_ROWS)
+            token = tile.query_start + query
+            q_head = tile.head * tile.GROUP + member
+            memory = as_boxes(queries.tile(part), q_desc, BOXES * (DIM // BOX_DIM))
+            for at in gl.static_range(DIM // BOX_DIM):
+                place = [token, q_head, at * BOX_DIM]
+                copy_box(q_desc, place, filled, memory.index(at * BOXES + box))
+
+
+@gluon.jit
 def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
     """Copy the queries of each item, and the pages of its tiles from the last to the first."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
-    DIM: gl.constexpr = buffers.keys.tiles.shape[2]
-    BOX_DIM: gl.constexpr = k_desc.block_shape[1]
-    GROUP: gl.constexpr = items.GROUP
     item = gl.to_tensor(0)
     copy = gl.to_tensor(0)  # tiles of keys of all items
     num_tiles = items.next(item)
     while num_tiles > 0:
         work = items.read(item)
-        first_token = work.tile.query_start + work.tile.first_query
-        first_head = work.tile.head * GROUP
         items.channel.release(item)
         wanted_at = num_tiles - 1
         if items.HAS_WINDOW:
@@ -250,18 +284,8 @@ def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
             tile = wg.tile_at(num_tiles - 1 - step, work.pages.window)
             rows = work.pages.rows(tile, TILE_TOKENS)
             buffers.keys.copy(k_desc, rows, copy)
-            if q_desc is not None:  # noqa: SIM102
-                if step == 0:
-                    for part in gl.static_range(2):
-                        boxes = as_boxes(buffers.queries.tile(part), q_desc, DIM // BOX_DIM)
-                        filled = buffers.queries.filled.index(part)
-                        token = first_token + part * 64 // GROUP
-                        q_head = first_head + part * 64 % GROUP
-                        mbarrier.wait(buffers.queries.free.index(part), (item & 1) ^ 1)
-                        mbarrier.expect(filled, 64 * DIM * 2)
-                        for box in gl.static_range(DIM // BOX_DIM):
-                            at = [token, q_head, box * BOX_DIM]
-                            copy_box(q_desc, at, filled, boxes.index(box))
+            if step == 0:
+                _copy_queries(q_desc, buffers.queries, work.tile, item)
             buffers.values.copy(v_desc, rows, copy)
             copy += 1
         item += 1
@@ -269,7 +293,7 @@ def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
 
 
 @gluon.jit
-def _consume(PART: gl.constexpr, buffers, items, q, out, lse, softmax):
+def _consume(PART: gl.constexpr, buffers, items, out, lse, softmax):
     """Attend from 64 rows of each item. Fields kept over the loops would take their registers."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
     item = gl.to_tensor(0)
@@ -280,12 +304,7 @@ def _consume(PART: gl.constexpr, buffers, items, q, out, lse, softmax):
         work = items.read(item)
         window = work.pages.window
         logit_sinks = softmax.logit_sinks(work.tile, PART, TILE_TOKENS)
-        if q.ptr is None:
-            mbarrier.wait(buffers.queries.filled.index(PART), item & 1)
-        else:
-            rows = q.load(work.tile, PART, buffers.keys.tiles.shape[2])
-            buffers.queries.tile(PART).store(rows)
-            fence_async_shared()
+        mbarrier.wait(buffers.queries.filled.index(PART), item & 1)
         num_live = work.seq_len - wg.tile_at(num_tiles - 1, window) * TILE_TOKENS
         scores = wg.PlainKeys(work.pages, softmax, work.has_gaps)
         value, row_lse, num_clears = wg.Consumer(PART, buffers, scores, window).attend(
@@ -317,8 +336,7 @@ def _prefill_queue_kernel(
     out_ptr, stride_out_token, stride_out_head,  # [num_tokens, q_heads, DIM], unit last stride
     lse_ptr, stride_lse_token, stride_lse_head,  # [num_tokens, q_heads] fp32, or None
     ticket_ptr,  # [1] int32, 0 before and after a launch
-    q_desc,  # [num_tokens, q_heads, DIM] in boxes: see ``describe_queries``, or None
-    q_ptr, stride_q_token, stride_q_head,  # the same without boxes, or None
+    q_desc,  # [num_tokens, q_heads, DIM] in boxes: see ``describe_queries``
     k_desc, v_desc,  # of one layer: see ``describe``
     block_table_ptr, stride_table_row,  # [num_reqs, row_width] int32, unit last stride
     query_start_loc_ptr,  # [num_reqs + 1] int32
@@ -348,16 +366,17 @@ def _prefill_queue_kernel(
     fields = gl.allocate_shared_memory(gl.int32, [SLOTS, 32 if HAS_WINDOW else 16], FIELD)
     channel = wg.Channel(fields, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
     HAS_RING: gl.constexpr = ring_blocks_ptr is not None
-    items = Items(channel, block_table_ptr, GROUP, BLOCK_SIZE, HAS_WINDOW, HAS_RING)
+    items = Items(
+        channel, block_table_ptr, GROUP, box_queries(GROUP), BLOCK_SIZE, HAS_WINDOW, HAS_RING
+    )
     wanted = wg.make_barriers(1, 1)
     fence_async_shared()
-    q = wg.Matrix(q_ptr, stride_q_token, stride_q_head)
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)
     lse = wg.Matrix(lse_ptr, stride_lse_token, stride_lse_head)
     softmax = wg.make_softmax(softmax_scale, soft_cap, sinks_ptr)
     gl.warp_specialize([
-        (_consume, (0, buffers, items, q, out, lse, softmax)),
-        (_consume, (1, buffers, items, q, out, lse, softmax)),
+        (_consume, (0, buffers, items, out, lse, softmax)),
+        (_consume, (1, buffers, items, out, lse, softmax)),
         (_produce, (q_desc, k_desc, v_desc, buffers, items, wanted)),
         (_schedule, (
             items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
@@ -371,18 +390,17 @@ QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16,
 
 
 def describe_queries(q: torch.Tensor, group: int) -> TensorDescriptor:
-    """Return the queries, copied in boxes of 64 (query, query head) pairs and 64 dimensions."""
-    box = [max(64 // group, 1), min(group, 64), 64]
-    return TensorDescriptor.from_tensor(q, box, QUERY_LAYOUT)
+    """Return the queries, copied in boxes of (query, query head) pairs and 64 dimensions."""
+    block, rows = box_queries(group), min(group, 64)
+    box = [64 // rows, rows] if block == 1 else [block, 1]
+    return TensorDescriptor.from_tensor(q, [*box, 64], QUERY_LAYOUT)
 
 
 def launch(call: PrefillCall, splits: PrefillSplits) -> None:
     """Launch the kernel, whose programs count in ``splits``."""
-    is_boxed = ROWS.value % call.group == 0
     launch_kernel(
         _prefill_queue_kernel, (min(call.num_pairs, device_info(call.q.device).num_sms),),
-        *call.outputs(), splits.ticket,
-        describe_queries(call.q, call.group) if is_boxed else None,
-        *with_strides(None if is_boxed else call.q), *call.caches(wg.describe),
-        *call.batch(), **call.constexprs(short_window_tile(call.layout)), num_warps=4,
+        *call.outputs(), splits.ticket, describe_queries(call.q, call.group),
+        *call.caches(wg.describe), *call.batch(),
+        **call.constexprs(short_window_tile(call.layout)), num_warps=4,
     )  # fmt: skip

@@ -66,16 +66,28 @@ def product_layout(columns):
 
 
 @gluon.jit
+def first_tile(query_start, req, GROUP: gl.constexpr, BLOCK: gl.constexpr):
+    """Return a request's first tile, which leaves room for all tiles of the requests before.
+
+    A tile has whole queries (BLOCK 1) or boxes of BLOCK queries of a head; see ``QueryTile``.
+    """
+    if BLOCK == 1:
+        return query_start // (ROWS // GROUP) + req
+    return (query_start // BLOCK + req) * GROUP // (ROWS // BLOCK) + req
+
+
+@gluon.jit
 def find_request(
-    query_start_loc_ptr, tile, num_reqs, TILE_QUERIES: gl.constexpr, LAYOUT: gl.constexpr = VECTOR
-):
+    query_start_loc_ptr, tile, num_reqs, GROUP: gl.constexpr, BLOCK: gl.constexpr = 1,
+    LAYOUT: gl.constexpr = VECTOR,
+):  # fmt: skip
     """Return the last request whose first tile does not come after ``tile``."""
     req = -1
     for first in range(0, num_reqs, SCAN_REQS):
         other = first + gl.arange(0, SCAN_REQS, layout=LAYOUT)
         in_batch = other < num_reqs
         query_start = gl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
-        begun = in_batch & (query_start // TILE_QUERIES + other <= tile)
+        begun = in_batch & (first_tile(query_start, other, GROUP, BLOCK) <= tile)
         req += gl.sum(begun.to(gl.int32), axis=0)
     return req
 
@@ -309,22 +321,35 @@ class Pages:
 
 @aggregate
 class QueryTile:
-    """The rows of a program: queries of one request, with the query heads of one KV head."""
+    """The rows of a program: queries of one request, with the query heads of one KV head.
+
+    With BLOCK 1, rows are all heads of a query, then of the next one: as many queries as fit. Else
+    they are boxes of BLOCK queries of a head, in order of (block of queries, head): boxes fill the
+    rows for every GROUP, and a bulk copy brings one.
+    """
 
     query_start: gl.tensor  # the request's first token
     first_query: gl.tensor
     end_query: gl.tensor
     context_len: gl.tensor  # keys before the request's first query
     head: gl.tensor
+    first_member: gl.tensor  # of the group, which the first box has; 0 with BLOCK 1
     GROUP: gl.constexpr  # query heads per KV head
+    BLOCK: gl.constexpr
+
+    @gluon.jit
+    def query(self, row):
+        """Return the query of a row, of the request, and which query head of the group it has."""
+        box = self.first_member + row // self.BLOCK
+        query = self.first_query + box // self.GROUP * self.BLOCK + row % self.BLOCK
+        return query, box % self.GROUP
 
     @gluon.jit
     def places(self, first_row, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
         """Return (token, query head, whether there is such a query) of ``COUNT`` rows."""
-        row = first_row + gl.arange(0, COUNT, layout=LAYOUT)
-        query = self.first_query + row // self.GROUP
+        query, member = self.query(first_row + gl.arange(0, COUNT, layout=LAYOUT))
         token = (self.query_start + query).to(gl.int64)
-        q_head = (self.head * self.GROUP + row % self.GROUP).to(gl.int64)
+        q_head = (self.head * self.GROUP + member).to(gl.int64)
         return token, q_head, query < self.end_query
 
 
@@ -615,8 +640,8 @@ class Consumer:
         VECTOR_OF_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(TILE_TOKENS))
         keys, values, cleared = self.buffers.keys, self.buffers.values, self.buffers.cleared
         row = self.PART * 64 + gl.arange(0, 64, layout=VECTOR_OF_ROWS)
-        query = gl.minimum(tile.first_query + row // tile.GROUP, tile.end_query - 1)
-        position = tile.context_len + query
+        query, _ = tile.query(row)
+        position = tile.context_len + gl.minimum(query, tile.end_query - 1)
         first_live = None
         if self.window is not None:  # the first key that the request's first query sees
             first_live = tile.context_len + 1 - self.window.size
