@@ -302,7 +302,7 @@ def _warp_group_cases() -> list[AotCase]:
             tile["TILE_TOKENS"], tile["STAGES"] = hopper_fp8.TILE
         parked_bytes = 24 if splits and head_dim > 128 else 0  # over the loops
         if "window" in masks or "ring" in masks:  # numbers of a window, for masked steps
-            parked_bytes = {64: 8, 128: 56, 256: 176}[head_dim]
+            parked_bytes = {64: 8, 80: 8, 96: 8, 128: 56, 256: 176}[head_dim]
         return AotCase(
             name=_warp_group_name(
                 "prefill-hopper" + "-fp8" * fp8, dtype, block_size, head_dim, group
@@ -313,7 +313,7 @@ def _warp_group_cases() -> list[AotCase]:
             kernel=hopper._prefill_hopper_kernel,
             args=(
                 rows, 4096, 128, scratch if splits else None, 32, 1, *shared, 1000,
-                rows, 4096, 128, pages, pages,
+                rows, 4096, 128, *pages, *pages,
                 *((scratch, scratch, address, address, 1) if fp8 else (None, None, None, None, 0)),
                 NUM_KV_HEADS, lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
@@ -342,7 +342,7 @@ def _warp_group_cases() -> list[AotCase]:
             kernel=hopper_queue._prefill_queue_kernel,
             args=(
                 pointer(dtype), 4096, 128, pointer(torch.float32), 32, 1, lengths,
-                queries, pages, pages,
+                *queries, *pages, *pages,
                 lengths, 512, lengths, lengths, 8,
                 *((lengths, 3) if some_heads else (None, NUM_KV_HEADS)),
                 pointer(torch.int64), pointer(torch.int64), lengths, *_mask_arguments(masks),
@@ -405,7 +405,9 @@ def _masks_name(masks: str) -> str:
     return "".join(f"-{word}" for word in masks.split())
 
 
-def _page_boxes(dtype: torch.dtype, block_size: int, head_dim: int) -> TensorDescriptor:
+def _page_boxes(
+    dtype: torch.dtype, block_size: int, head_dim: int
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     from mrv1.kernels.attention.prefill.warp_groups import describe
 
     return describe(torch.empty(4 * block_size, head_dim, dtype=dtype), block_size, head_dim)

@@ -50,7 +50,10 @@ from tests.kernels.paged_attention import (
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
 
 DTYPES = (torch.bfloat16, torch.float16)
-SHAPES = [(128, 1), (128, 4), (128, 16), (128, 7), (64, 3), (64, 8), (256, 2)]
+SHAPES = [
+    *((128, group) for group in (1, 4, 5, 7, 12, 16)),
+    *((64, 3), (64, 8), (80, 1), (80, 4), (96, 1), (96, 6), (256, 2)),
+]
 """head_dim, and query heads per KV head; each pair is compiled for itself."""
 CAP_ERROR = 2**-11
 """Of these kernels' soft cap, relative to the cap: the tanh is one approximate instruction."""
@@ -269,11 +272,15 @@ def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, drawn, other
 
 
 @pytest.mark.parametrize(
-    ("group", "block_size", "dtype"), [(1, 128, torch.float16), (64, 32, torch.bfloat16)]
-)
-def test_tiles_from_a_queue_of_other_groups_and_pages(device, group, block_size, dtype):
+    ("head_dim", "group", "block_size", "dtype"),
+    [
+        (128, 1, 128, torch.float16), (128, 64, 32, torch.bfloat16), (128, 3, 16, torch.bfloat16),
+        (128, 31, 64, torch.bfloat16), (96, 8, 128, torch.float16), (80, 5, 32, torch.float16),
+    ],
+)  # fmt: skip
+def test_tiles_from_a_queue_of_other_groups_and_pages(device, head_dim, group, block_size, dtype):
     layout = LayoutCase.hnd(
-        num_kv_heads=2, head_dim=128, max_seq_len=700, block_size=block_size
+        num_kv_heads=2, head_dim=head_dim, max_seq_len=700, block_size=block_size
     )  # fmt: skip
     batch = RaggedBatch(query_lens=(300, 0, 5), seq_lens=(700, 9, 300))
     case = build_paged_cache(layout, batch, dtype=dtype).to(device)
@@ -293,15 +300,28 @@ def test_a_queue_of_long_contexts(device):
     assert_in_budget(got.rows(slice(110)), oracle, exact(case, q), case)
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 5), (96, 1)])
 @pytest.mark.parametrize("hole", [0, 5, 43])
-def test_a_queue_skips_a_missing_page(device, hole):
-    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=700)
+def test_a_queue_skips_a_missing_page(device, hole, head_dim, group):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=700)
     batch = RaggedBatch(query_lens=(300,), seq_lens=(700,))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     case.block_table[0, hole] = -1
     keys = torch.arange(700, device=device) // 16 != hole
     case = replace(case, visible=tuple(mask & keys for mask in case.visible))
-    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
+    q = make_queries(case, group, spare_rows=1)
+    _check(case, group, splits=make_splits(case, q, 1))
+
+
+@pytest.mark.parametrize("group", [5, 12])
+@pytest.mark.parametrize("query_len", [1, 15, 16, 17, 25, 26, 48, 128, 129])
+def test_edges_of_boxes_of_queries(device, group, query_len):
+    """Groups that do not divide a tile's rows: tiles from a queue are boxes of 16 queries."""
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=300)
+    batch = RaggedBatch(query_lens=(query_len, 0, 1, query_len), seq_lens=(300, 7, 20, query_len))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, group, spare_rows=1)
+    _check(case, group, splits=make_splits(case, q, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -326,7 +346,9 @@ def test_many_requests(device, num_reqs):
     batch = RaggedBatch(query_lens=tuple(1 + n // 2 for n in lens), seq_lens=tuple(lens))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     _check(case, 4)
-    _check(case, 4, splits=make_splits(case, make_queries(case, 4, spare_rows=1), 1))
+    for group in (4, 7):
+        q = make_queries(case, group, spare_rows=1)
+        _check(case, group, splits=make_splits(case, q, 1))
 
 
 @pytest.mark.parametrize("hole", [0, 5, 20, 43])
@@ -413,11 +435,11 @@ def _visiting_masked(device) -> KVLayout:
     "make",
     [
         partial(KVLayout.nhd, 2, 16, 128),
-        partial(KVLayout.hnd, 2, 16, 80),
+        partial(KVLayout.hnd, 2, 16, 112),
         partial(KVLayout.hnd, 2, 128, 256),
         _visiting_masked,
     ],
-    ids=["nhd", "head_dim 80", "a page larger than a tile", "windows that visit masked pages"],
+    ids=["nhd", "head_dim 112", "a page larger than a tile", "windows that visit masked pages"],
 )
 def test_other_layouts_take_the_triton_kernel(make):
     layout = make(device="cuda")

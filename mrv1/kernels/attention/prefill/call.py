@@ -62,11 +62,11 @@ class PrefillCall:
         return *with_strides(self.out), *with_strides(self.lse)
 
     def caches(
-        self, describe: Callable[[torch.Tensor, int, int], Descriptor]
-    ) -> tuple[Descriptor, Descriptor]:
-        """Return descriptors of keys and values."""
+        self, describe: Callable[[torch.Tensor, int, int], tuple[Descriptor, Descriptor | None]]
+    ) -> tuple[Descriptor | None, ...]:
+        """Return descriptors of keys and of values, each of both parts of the dimensions."""
         shape = self.layout.block_size, self.layout.head_dim
-        return describe(self.k_cache, *shape), describe(self.v_cache, *shape)
+        return *describe(self.k_cache, *shape), *describe(self.v_cache, *shape)
 
     def batch(self) -> tuple[object, ...]:
         """Return a kernel's arguments from the block table to the logit sinks."""

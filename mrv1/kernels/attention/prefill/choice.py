@@ -33,10 +33,10 @@ WARP_GROUP_ROWS = 128  # rows of their tiles
 BOX_QUERIES = 16
 """Queries of a box, which has one query head and the rows of a warp: the tiles of ``hopper_queue``
 are boxes where whole queries would not fill them."""
-WARP_GROUP_TILES = {64: (128, 3), 128: (128, 3), 256: (64, 2)}
+WARP_GROUP_TILES = {64: (128, 3), 80: (128, 4), 96: (128, 4), 128: (128, 3), 256: (64, 2)}
 """head_dim -> keys of a tile, and tiles of K and of V that they have in shared memory, which take
-112, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys) / 2
-accumulators of output and scores, and the weights."""
+112, 180, 216, 224 and 192 KiB of 227 with the queries. A thread's registers hold (head_dim + keys)
+/ 2 accumulators of output and scores, and the weights."""
 SHORT_WINDOW = 1024  # tokens
 SHORT_WINDOW_KEYS = 64
 """Keys of a tile where all windows are short: each row sees few of the keys at both edges, whose

@@ -1,9 +1,10 @@
 """Paged prefill attention for Hopper (sm_90): one tile of queries a program, or shared by several.
 
 ``attention`` launches this kernel where ``choice.KERNELS`` allows: for full heads with causal
-masks, of 16-bit caches of contiguous pages of 64, 128 or 256 dimensions; with ``hopper_fp8``, of
-e4m3 codes of 128. ``warp_groups`` tells how a program works. Where there are few tiles, several
-programs share the keys of each; the last one to finish merges their partial results.
+masks, of 16-bit caches of contiguous pages of 64, 80, 96, 128 or 256 dimensions; with
+``hopper_fp8``, of e4m3 codes of 128. ``warp_groups`` tells how a program works. Where there are
+few tiles, several programs share the keys of each; the last one to finish merges their partial
+results.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ WIDE_VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 
 @gluon.jit
-def _produce(k_desc, v_desc, buffers, pages, first_place, num_tiles):
+def _produce(k_boxes, v_boxes, buffers, pages, first_place, num_tiles):
     """Copy the pages of ``num_tiles`` tiles, from the last to the one at ``first_place``."""
     for step in range(num_tiles):
         tile = wg.tile_at(first_place + num_tiles - 1 - step, pages.window)
         rows = pages.rows(tile, buffers.keys.tiles.shape[1])
-        buffers.keys.copy(k_desc, rows, step)
-        buffers.values.copy(v_desc, rows, step)
+        buffers.keys.copy(k_boxes, rows, step)
+        buffers.values.copy(v_boxes, rows, step)
 
 
 @gluon.jit
@@ -45,7 +46,11 @@ def _consume(
 ):  # fmt: skip
     """Attend from 64 of the program's rows to ``num_tiles`` tiles from ``first_place`` on."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
-    buffers.queries.tile(PART).store(q.load(tile, PART, buffers.keys.tiles.shape[2]))
+    FIRST: gl.constexpr = buffers.keys.tiles.shape[2]
+    buffers.queries.tile(PART).store(q.load(tile, PART, FIRST))
+    if buffers.queries.rests is not None:
+        REST: gl.constexpr = buffers.queries.rests.shape[2]
+        buffers.queries.rest(PART).store(q.load(tile, PART, REST, FIRST))
     fence_async_shared()
     # A page that is missing among those that every row sees makes all tiles masked ones.
     first_column = wg.tile_at(first_place, pages.window) * TILE_TOKENS // pages.BLOCK_SIZE
@@ -70,15 +75,26 @@ def _consume(
 @gluon.jit
 def _merge_tile(outputs, num_tokens, splits, tile, DIM: gl.constexpr):
     """Weigh the states of a tile by their log-sum-exp, in order, and write its rows."""
-    LAYOUT: gl.constexpr = wg.rows_layout(DIM)
+    PARTS: gl.constexpr = wg.part_dims(DIM)
+    for part in gl.static_range(len(PARTS)):
+        _merge_part(outputs, num_tokens, splits, tile, DIM, PARTS[part], part * PARTS[0])
+
+
+@gluon.jit
+def _merge_part(
+    outputs, num_tokens, splits, tile, DIM: gl.constexpr, COLUMNS: gl.constexpr,
+    FIRST_DIM: gl.constexpr,
+):  # fmt: skip
+    """Do so for some columns of the rows."""
+    LAYOUT: gl.constexpr = wg.rows_layout(COLUMNS)
     VECTOR_OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    dim = FIRST_DIM + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     for first_row in range(0, ROWS, MERGED_ROWS):
         places = tile.places(first_row, MERGED_ROWS, VECTOR_OF_ROWS)
         token, q_head, exists = places
         top = gl.full([MERGED_ROWS], float("-inf"), gl.float32, VECTOR_OF_ROWS)
         total = gl.zeros([MERGED_ROWS], gl.float32, VECTOR_OF_ROWS)
-        acc = gl.zeros([MERGED_ROWS, DIM], gl.float32, LAYOUT)
+        acc = gl.zeros([MERGED_ROWS, COLUMNS], gl.float32, LAYOUT)
         for split in range(splits):
             state = (split * num_tokens + token) * outputs.num_q_heads + q_head
             part_lse_ptr = outputs.states_lse_ptr + state
@@ -94,7 +110,7 @@ def _merge_tile(outputs, num_tokens, splits, tile, DIM: gl.constexpr):
             top = new_top
         seen = total != 0.0
         total = gl.where(seen, total, 1.0)
-        outputs.out.store(acc / total[:, None], places)
+        outputs.out.store(acc / total[:, None], places, FIRST_DIM)
         lse = gl.where(seen, (top + gl.log2(total)) * LN_2, float("-inf"))
         outputs.lse.store_vector(lse, places)
 
@@ -116,7 +132,7 @@ def _prefill_hopper_kernel(
     num_programs,  # of all that share tiles
     num_tokens,
     q_ptr, stride_q_token, stride_q_head,  # [num_tokens, q_heads, DIM], unit last stride
-    k_desc, v_desc,  # of one layer: see ``describe``
+    k_desc, k_rest_desc, v_desc, v_rest_desc,  # of one layer: see ``describe``
     k_scale_ptr, v_scale_ptr,  # float32, flat, or None: a 16-bit cache
     scale_base_ptr, scale_block_stride_ptr,  # [kv_heads] int64, elements
     tokens_per_scale,  # of a block
@@ -216,10 +232,12 @@ def _prefill_hopper_kernel(
     if k_scale_ptr is None:
         dtype: gl.constexpr = k_desc.dtype
         LAYOUT: gl.constexpr = k_desc.layout
-        queries = gl.allocate_shared_memory(dtype, [2, 64, DIM], LAYOUT)
+        queries = wg.make_channel(dtype, LAYOUT, 2, 64, DIM, 0)
         keys = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
         values = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
-        buffers = wg.Buffers(wg.Channel(queries, None, None), keys, values, wg.make_barriers(1, 2))
+        buffers = wg.Buffers(queries, keys, values, wg.make_barriers(1, 2))
+        k_boxes = wg.Boxes(k_desc, k_rest_desc)
+        v_boxes = wg.Boxes(v_desc, v_rest_desc)
         fence_async_shared()
         gl.warp_specialize([
             (_consume, (
@@ -228,7 +246,7 @@ def _prefill_hopper_kernel(
             (_consume, (
                 1, buffers, q, outputs, tile, pages, first_place, num_tiles, softmax, split
             )),
-            (_produce, (k_desc, v_desc, buffers, pages, first_place, num_tiles)),
+            (_produce, (k_boxes, v_boxes, buffers, pages, first_place, num_tiles)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         scales = hopper_fp8.Scales(

@@ -42,7 +42,7 @@ LIFT = gl.constexpr(14)
 """Weights are at most 2^14, so that fp16 holds weights down to 2^-38 of the largest."""
 QUERY_EXPONENT = gl.constexpr(14)
 """A program's largest bf16 query element becomes an fp16 number in [2^14, 2^15)."""
-WIDE_LAYOUT = gl.constexpr(wg.BOX_LAYOUTS[2])
+WIDE_LAYOUT = gl.constexpr(wg.box_layout(64, 2, 2))
 COLUMN_LAYOUT = gl.constexpr(gl.SharedLinearLayout([[1], [8], [2], [4], [16], [32], [64]]))
 """A thread has keys 2 i and 2 i + 1 of every 8 scores; here two such pairs are 16 bytes."""
 SIZE_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -107,10 +107,10 @@ def _produce(k_desc, v_desc, codes, pages, end_tile, num_tiles):
     for step in range(num_tiles + 1):
         tile = end_tile - 1 - step
         if step < num_tiles:
-            codes.copy(k_desc, pages.rows(tile, TILE_TOKENS), at)
+            codes.copy(wg.Boxes(k_desc, None), pages.rows(tile, TILE_TOKENS), at)
             at += 1
         if step > 0:
-            codes.copy(v_desc, pages.rows(tile + 1, TILE_TOKENS), at)
+            codes.copy(wg.Boxes(v_desc, None), pages.rows(tile + 1, TILE_TOKENS), at)
             at += 1
 
 
@@ -230,10 +230,10 @@ def attend(
     STAGES: gl.constexpr, TILE_TOKENS: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Run the groups of warps of a program."""
-    queries = gl.allocate_shared_memory(gl.float16, [2, 64, DIM], WIDE_LAYOUT)
+    queries = wg.make_channel(gl.float16, WIDE_LAYOUT, 2, 64, DIM, 0)
     keys = wg.make_channel(gl.float16, WIDE_LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
     values = wg.make_channel(gl.float16, WIDE_LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
-    buffers = wg.Buffers(wg.Channel(queries, None, None), keys, values, None)
+    buffers = wg.Buffers(queries, keys, values, None)
     CODES_LAYOUT: gl.constexpr = k_desc.layout
     codes = wg.make_channel(gl.uint8, CODES_LAYOUT, SLOTS, TILE_TOKENS, DIM, 1)
     COLUMNS: gl.constexpr = [COLUMN_STAGES, TILE_TOKENS]

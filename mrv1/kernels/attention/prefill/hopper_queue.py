@@ -66,12 +66,13 @@ def exchange_layout(dim, is_last):
 
     They give a lane 16 bytes of a row to store; in the product's layout it has 4.
     """
-    reg, lane = ([0, 4], [0, 16]) if is_last else ([8, 0], [0, 4])
+    columns = [[0, 1 << bit] for bit in range(4, dim.bit_length() - 1)]
+    regs, lane = [[8, 0], *columns], [0, 4]
+    if is_last:  # for columns 16 apart, or rows 8 apart if there are no such columns
+        exchanged = regs.pop(1 if columns else 0)
+        regs, lane = [lane, *regs], exchanged
     return gl.DistributedLinearLayout(
-        reg_bases=[
-            *([0, 1], [0, 2], reg, [8, 0] if is_last else [0, 16]),
-            *([0, 1 << bit] for bit in range(5, dim.bit_length() - 1)),
-        ],
+        reg_bases=[[0, 1], [0, 2], *regs],
         lane_bases=[[0, 8], lane, [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
@@ -245,28 +246,31 @@ def _schedule(
 
 
 @gluon.jit
-def _copy_queries(q_desc, queries, tile, item):
+def _copy_queries(q_boxes, queries, tile, item):
     """Begin to copy the queries of an item, once the consumers have read those before."""
     DIM: gl.constexpr = queries.tiles.shape[2]
-    BOX_DIM: gl.constexpr = q_desc.block_shape[2]
-    BOX_ROWS: gl.constexpr = q_desc.block_shape[0] * q_desc.block_shape[1]
+    BOX_DIM: gl.constexpr = q_boxes.desc.block_shape[2]
+    BOX_ROWS: gl.constexpr = q_boxes.desc.block_shape[0] * q_boxes.desc.block_shape[1]
     BOXES: gl.constexpr = 64 // BOX_ROWS
     for part in gl.static_range(2):
         filled = queries.filled.index(part)
         mbarrier.wait(queries.free.index(part), (item & 1) ^ 1)
-        mbarrier.expect(filled, 64 * DIM * 2)
+        mbarrier.expect(filled, wg.tile_bytes(queries.tiles, queries.rests))
         for box in gl.static_range(BOXES):
             query, member = tile.query(part * 64 + box * BOX_ROWS)
             token = tile.query_start + query
             q_head = tile.head * tile.GROUP + member
-            memory = as_boxes(queries.tile(part), q_desc, BOXES * (DIM // BOX_DIM))
+            memory = as_boxes(queries.tile(part), q_boxes.desc, BOXES * (DIM // BOX_DIM))
             for at in gl.static_range(DIM // BOX_DIM):
                 place = [token, q_head, at * BOX_DIM]
-                copy_box(q_desc, place, filled, memory.index(at * BOXES + box))
+                copy_box(q_boxes.desc, place, filled, memory.index(at * BOXES + box))
+            if queries.rests is not None:
+                rest = as_boxes(queries.rest(part), q_boxes.rest, BOXES)
+                copy_box(q_boxes.rest, [token, q_head, DIM], filled, rest.index(box))
 
 
 @gluon.jit
-def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
+def _produce(q_boxes, k_boxes, v_boxes, buffers, items, wanted):
     """Copy the queries of each item, and the pages of its tiles from the last to the first."""
     TILE_TOKENS: gl.constexpr = buffers.keys.tiles.shape[1]
     item = gl.to_tensor(0)
@@ -283,13 +287,24 @@ def _produce(q_desc, k_desc, v_desc, buffers, items, wanted):
                 mbarrier.arrive(wanted.index(0), count=1)
             tile = wg.tile_at(num_tiles - 1 - step, work.pages.window)
             rows = work.pages.rows(tile, TILE_TOKENS)
-            buffers.keys.copy(k_desc, rows, copy)
+            buffers.keys.copy(k_boxes, rows, copy)
             if step == 0:
-                _copy_queries(q_desc, buffers.queries, work.tile, item)
-            buffers.values.copy(v_desc, rows, copy)
+                _copy_queries(q_boxes, buffers.queries, work.tile, item)
+            buffers.values.copy(v_boxes, rows, copy)
             copy += 1
         item += 1
         num_tiles = items.next(item)
+
+
+@gluon.jit
+def _store(out, value, tile, PART: gl.constexpr, FIRST_DIM: gl.constexpr):
+    """Store a consumer's rows. Lanes exchange by shuffles: at once it would take shared memory."""
+    DIM: gl.constexpr = value.shape[1]
+    dtype: gl.constexpr = out.ptr.dtype.element_ty
+    value = gl.convert_layout(value.to(dtype), exchange_layout(DIM, False))
+    value = gl.convert_layout(value.to(gl.int16, bitcast=True), exchange_layout(DIM, True))
+    rows = tile.places(PART * 64, 64, gl.SliceLayout(1, value.type.layout))
+    out.store(value.to(dtype, bitcast=True), rows, FIRST_DIM)
 
 
 @gluon.jit
@@ -311,14 +326,9 @@ def _consume(PART: gl.constexpr, buffers, items, out, lse, softmax):
             work.tile, copy, num_tiles - 1, work.num_masked, work.first_left, num_tiles, num_live,
             num_clears, logit_sinks,
         )  # fmt: skip
-        # Exchanges among lanes by shuffles: in one step it would take shared memory.
-        DIM: gl.constexpr = value.shape[1]
-        dtype: gl.constexpr = out.ptr.dtype.element_ty
-        value = gl.convert_layout(value.to(dtype), exchange_layout(DIM, False))
-        value = gl.convert_layout(value.to(gl.int16, bitcast=True), exchange_layout(DIM, True))
         tile = items.read(item).tile
-        rows = tile.places(PART * 64, 64, gl.SliceLayout(1, value.type.layout))
-        out.store(value.to(dtype, bitcast=True), rows)
+        for part in gl.static_range(len(value)):
+            _store(out, value[part], tile, PART, part * value[0].shape[1])
         NUMBERS: gl.constexpr = row_lse.type.layout
         lse.store_vector(row_lse, tile.places(PART * 64, 64, NUMBERS))
         items.channel.release(item)
@@ -336,8 +346,8 @@ def _prefill_queue_kernel(
     out_ptr, stride_out_token, stride_out_head,  # [num_tokens, q_heads, DIM], unit last stride
     lse_ptr, stride_lse_token, stride_lse_head,  # [num_tokens, q_heads] fp32, or None
     ticket_ptr,  # [1] int32, 0 before and after a launch
-    q_desc,  # [num_tokens, q_heads, DIM] in boxes: see ``describe_queries``
-    k_desc, v_desc,  # of one layer: see ``describe``
+    q_desc, q_rest_desc,  # [num_tokens, q_heads, DIM] in boxes: see ``describe_queries``
+    k_desc, k_rest_desc, v_desc, v_rest_desc,  # of one layer: see ``describe``
     block_table_ptr, stride_table_row,  # [num_reqs, row_width] int32, unit last stride
     query_start_loc_ptr,  # [num_reqs + 1] int32
     seq_lens_ptr, num_reqs,  # [num_reqs] int32
@@ -364,7 +374,7 @@ def _prefill_queue_kernel(
     HAS_WINDOW: gl.constexpr = window_ptr is not None
     SLOTS: gl.constexpr = 3 if HAS_WINDOW else 2
     fields = gl.allocate_shared_memory(gl.int32, [SLOTS, 32 if HAS_WINDOW else 16], FIELD)
-    channel = wg.Channel(fields, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
+    channel = wg.Channel(fields, None, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
     HAS_RING: gl.constexpr = ring_blocks_ptr is not None
     items = Items(
         channel, block_table_ptr, GROUP, box_queries(GROUP), BLOCK_SIZE, HAS_WINDOW, HAS_RING
@@ -377,7 +387,10 @@ def _prefill_queue_kernel(
     gl.warp_specialize([
         (_consume, (0, buffers, items, out, lse, softmax)),
         (_consume, (1, buffers, items, out, lse, softmax)),
-        (_produce, (q_desc, k_desc, v_desc, buffers, items, wanted)),
+        (_produce, (
+            wg.Boxes(q_desc, q_rest_desc), wg.Boxes(k_desc, k_rest_desc),
+            wg.Boxes(v_desc, v_rest_desc), buffers, items, wanted,
+        )),
         (_schedule, (
             items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
             num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
@@ -386,21 +399,25 @@ def _prefill_queue_kernel(
     ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-QUERY_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-
-
-def describe_queries(q: torch.Tensor, group: int) -> TensorDescriptor:
-    """Return the queries, copied in boxes of (query, query head) pairs and 64 dimensions."""
+def describe_queries(
+    q: torch.Tensor, group: int
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Return the queries in boxes of (query, query head) pairs and 64 dimensions, and the rest."""
     block, rows = box_queries(group), min(group, 64)
     box = [64 // rows, rows] if block == 1 else [block, 1]
-    return TensorDescriptor.from_tensor(q, [*box, 64], QUERY_LAYOUT)
+    _, *rest = wg.part_dims(q.shape[2])
+    boxes = [
+        TensorDescriptor.from_tensor(q, [*box, columns], wg.box_layout(columns, 2, 3))
+        for columns in (64, *rest)
+    ]
+    return boxes[0], boxes[1] if rest else None
 
 
 def launch(call: PrefillCall, splits: PrefillSplits) -> None:
     """Launch the kernel, whose programs count in ``splits``."""
     launch_kernel(
         _prefill_queue_kernel, (min(call.num_pairs, device_info(call.q.device).num_sms),),
-        *call.outputs(), splits.ticket, describe_queries(call.q, call.group),
+        *call.outputs(), splits.ticket, *describe_queries(call.q, call.group),
         *call.caches(wg.describe), *call.batch(),
         **call.constexprs(short_window_tile(call.layout)), num_warps=4,
     )  # fmt: skip

@@ -72,8 +72,10 @@ def first_tile(query_start, req, GROUP: gl.constexpr, BLOCK: gl.constexpr):
     A tile has whole queries (BLOCK 1) or boxes of BLOCK queries of a head; see ``QueryTile``.
     """
     if BLOCK == 1:
-        return query_start // (ROWS // GROUP) + req
-    return (query_start // BLOCK + req) * GROUP // (ROWS // BLOCK) + req
+        tile = query_start // (ROWS // GROUP)
+    else:
+        tile = (query_start // BLOCK + req) * GROUP // (ROWS // BLOCK)
+    return tile + req
 
 
 @gluon.jit
@@ -117,6 +119,33 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@gluon.constexpr_function
+def part_dims(dim):
+    """Return the parts of a head's dimensions, powers of two: all, or 64 and the rest."""
+    return (dim,) if dim & (dim - 1) == 0 else (64, dim - 64)
+
+
+@gluon.constexpr_function
+def box_layout(columns, size, rank):
+    """Return the layout of copies of so many columns of ``size`` bytes: they swizzle up to 128."""
+    return gl.NVMMASharedLayout(min(columns * size, 128), 8 * size, rank=rank)
+
+
+@gluon.constexpr_function
+def tile_bytes(tiles, rests):
+    """Return the bytes of a tile."""
+    columns = tiles.shape[2] + (0 if rests is None else rests.shape[2])
+    return tiles.shape[1] * columns * tiles.dtype.primitive_bitwidth // 8
+
+
+@aggregate
+class Boxes:
+    """What bulk copies read: descriptors of both parts of the dimensions, see ``part_dims``."""
+
+    desc: gl.tensor
+    rest: gl.tensor  # or None
+
+
 @aggregate
 class Channel:
     """Tiles in shared memory that one group of warps fills in turns, and others read.
@@ -125,14 +154,20 @@ class Channel:
     the tile before in it have released that.
     """
 
-    tiles: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor  # of the first part of the dimensions
+    rests: gl.shared_memory_descriptor  # of the rest, or None
     filled: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
 
     @gluon.jit
     def tile(self, at):
-        """Return the memory of a tile."""
+        """Return the memory of a tile, the first part of its dimensions."""
         return self.tiles.index(at % self.tiles.shape[0])
+
+    @gluon.jit
+    def rest(self, at):
+        """Return the memory of the rest of a tile's dimensions."""
+        return self.rests.index(at % self.rests.shape[0])
 
     @gluon.jit
     def wait_filled(self, at):
@@ -157,20 +192,25 @@ class Channel:
         mbarrier.arrive(self.filled.index(at % self.tiles.shape[0]), count=1)
 
     @gluon.jit
-    def copy(self, desc, rows, at):
+    def copy(self, boxes, rows, at):
         """Begin to copy the pages at ``rows`` of a cache to a tile, once it is free."""
         TILE_TOKENS: gl.constexpr = self.tiles.shape[1]
-        PAGES: gl.constexpr = TILE_TOKENS // desc.block_shape[0]
-        BOX_DIM: gl.constexpr = desc.block_shape[1]
-        PARTS: gl.constexpr = self.tiles.shape[2] // BOX_DIM
+        DIM: gl.constexpr = self.tiles.shape[2]
+        PAGES: gl.constexpr = TILE_TOKENS // boxes.desc.block_shape[0]
+        BOX_DIM: gl.constexpr = boxes.desc.block_shape[1]
+        PARTS: gl.constexpr = DIM // BOX_DIM
         filled = self.filled.index(at % self.tiles.shape[0])
-        boxes = as_boxes(self.tile(at), desc, PARTS * PAGES)
+        memory = as_boxes(self.tile(at), boxes.desc, PARTS * PAGES)
         self.wait_free(at)
-        mbarrier.expect(filled, PAGES * PARTS * desc.block_type.nbytes)
+        mbarrier.expect(filled, tile_bytes(self.tiles, self.rests))
         for page in gl.static_range(PAGES):
             for part in gl.static_range(PARTS):
-                box = boxes.index(part * PAGES + page)
-                copy_box(desc, [rows[page], part * BOX_DIM], filled, box)
+                box = memory.index(part * PAGES + page)
+                copy_box(boxes.desc, [rows[page], part * BOX_DIM], filled, box)
+        if self.rests is not None:
+            rest = as_boxes(self.rest(at), boxes.rest, PAGES)
+            for page in gl.static_range(PAGES):
+                copy_box(boxes.rest, [rows[page], DIM], filled, rest.index(page))
 
 
 @gluon.jit
@@ -178,9 +218,22 @@ def make_channel(
     dtype: gl.constexpr, layout: gl.constexpr, STAGES: gl.constexpr, TILE_TOKENS: gl.constexpr,
     DIM: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
-    """Return a channel of ``STAGES`` tiles [TILE_TOKENS, DIM]; a fence must follow."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_TOKENS, DIM], layout)
-    return Channel(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, READERS))
+    """Return a channel of ``STAGES`` tiles [TILE_TOKENS, DIM]; a fence must follow.
+
+    Without readers it has no barriers: each group of warps reads what it has stored.
+    """
+    PARTS: gl.constexpr = part_dims(DIM)
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, TILE_TOKENS, PARTS[0]], layout)
+    rests = None
+    if len(PARTS) > 1:
+        REST: gl.constexpr = box_layout(PARTS[1], 2, 2)
+        rests = gl.allocate_shared_memory(dtype, [STAGES, TILE_TOKENS, PARTS[1]], REST)
+    filled = None
+    free = None
+    if READERS > 0:
+        filled = make_barriers(STAGES, 1)
+        free = make_barriers(STAGES, READERS)
+    return Channel(tiles, rests, filled, free)
 
 
 @aggregate
@@ -362,20 +415,20 @@ class Matrix:
     stride_head: gl.tensor
 
     @gluon.jit
-    def load(self, tile, PART: gl.constexpr, DIM: gl.constexpr):
+    def load(self, tile, PART: gl.constexpr, DIM: gl.constexpr, FIRST_DIM: gl.constexpr = 0):
         """Return a consumer's rows of a tile, 0 where there is no query."""
         LAYOUT: gl.constexpr = rows_layout(DIM)
         token, q_head, exists = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
         offset = (token * self.stride_token + q_head * self.stride_head)[:, None]
-        dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+        dim = FIRST_DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
         return gl.load(self.ptr + offset + dim[None, :], mask=exists[:, None], other=0.0)
 
     @gluon.jit
-    def store(self, value, places):
-        """Store rows."""
+    def store(self, value, places, FIRST_DIM: gl.constexpr = 0):
+        """Store rows, their dimensions from ``FIRST_DIM`` on."""
         token, q_head, exists = places
         offset = (token * self.stride_token + q_head * self.stride_head)[:, None]
-        dim = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
+        dim = FIRST_DIM + gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, value.type.layout))
         value = value.to(self.ptr.dtype.element_ty)
         gl.store(self.ptr + offset + dim[None, :], value, mask=exists[:, None])
 
@@ -400,33 +453,49 @@ class Outputs:
     num_q_heads: gl.tensor
 
     @gluon.jit
-    def store(self, value, lse, tile, PART: gl.constexpr, staged):
-        """Store a consumer's rows; by way of ``staged``, 16-bit shared memory, or directly."""
-        DIM: gl.constexpr = value.shape[1]
-        LAYOUT: gl.constexpr = value.type.layout
+    def store(self, parts, lse, tile, PART: gl.constexpr, staged):
+        """Store a consumer's rows, by way of ``staged``, 16-bit shared memory, or directly."""
         NUMBERS: gl.constexpr = lse.type.layout
         numbers = tile.places(PART * 64, 64, NUMBERS)
-        rows = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
         is_whole = True
         if self.states_ptr is not None:
             is_whole = self.first_state < 0
             if self.first_state >= 0:
                 state = self.first_state + numbers[0] * self.num_q_heads + numbers[1]
                 gl.store(self.states_lse_ptr + state, lse, mask=numbers[2])
-                state = self.first_state + rows[0] * self.num_q_heads + rows[1]
-                dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
-                offset = state[:, None] * DIM
-                gl.store(self.states_ptr + offset + dim[None, :], value, mask=rows[2][:, None])
+                for part in gl.static_range(len(parts)):
+                    self.store_state(parts, part, tile, PART)
         if is_whole:
             self.lse.store_vector(lse, numbers)
-            if staged is None:
-                self.out.store(value, rows)
-            else:  # for stores of 16 bytes
-                WHOLE: gl.constexpr = rows_layout(DIM)
-                dtype: gl.constexpr = self.out.ptr.dtype.element_ty
-                staged.store(value.to(dtype).to(staged.dtype, bitcast=True))
-                whole = staged.load(WHOLE).to(dtype, bitcast=True)
-                self.out.store(whole, tile.places(PART * 64, 64, gl.SliceLayout(1, WHOLE)))
+            for part in gl.static_range(len(parts)):
+                self.store_out(parts, part, tile, PART, staged)
+
+    @gluon.jit
+    def store_state(self, parts, AT: gl.constexpr, tile, PART: gl.constexpr):
+        """Store one part of the dimensions as a partial result."""
+        LAYOUT: gl.constexpr = parts[AT].type.layout
+        DIM: gl.constexpr = parts[0].shape[1] + (parts[1].shape[1] if len(parts) > 1 else 0)
+        rows = tile.places(PART * 64, 64, gl.SliceLayout(1, LAYOUT))
+        state = self.first_state + rows[0] * self.num_q_heads + rows[1]
+        dim = gl.arange(0, parts[AT].shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        offset = state[:, None] * DIM + AT * parts[0].shape[1]
+        gl.store(self.states_ptr + offset + dim[None, :], parts[AT], mask=rows[2][:, None])
+
+    @gluon.jit
+    def store_out(self, parts, AT: gl.constexpr, tile, PART: gl.constexpr, staged):
+        """Store one part of the dimensions to the output."""
+        value = parts[AT]
+        FIRST_DIM: gl.constexpr = AT * parts[0].shape[1]
+        if staged is None:
+            rows = tile.places(PART * 64, 64, gl.SliceLayout(1, value.type.layout))
+            self.out.store(value, rows, FIRST_DIM)
+        else:  # for stores of 16 bytes
+            WHOLE: gl.constexpr = rows_layout(value.shape[1])
+            dtype: gl.constexpr = self.out.ptr.dtype.element_ty
+            staged.store(value.to(dtype).to(staged.dtype, bitcast=True))
+            whole = staged.load(WHOLE).to(dtype, bitcast=True)
+            rows = tile.places(PART * 64, 64, gl.SliceLayout(1, WHOLE))
+            self.out.store(whole, rows, FIRST_DIM)
 
 
 @gluon.jit
@@ -545,6 +614,29 @@ class Buffers:
     cleared: gl.shared_memory_descriptor  # barrier, if consumers have to clear values, or None
 
 
+@gluon.jit
+def wait_all(weights, total, acc):
+    """Wait for all products; ptxas moves no computation of what is returned behind the wait."""
+    done = warpgroup_mma_wait(0, deps=acc + (weights, total))  # noqa: RUF005 - as in ``rows``
+    return done[-2], done[-1], done[:-2]
+
+
+@gluon.jit
+def scaled(acc, factor):
+    """Return each part of ``acc`` with its rows multiplied."""
+    parts = ()
+    for at in gl.static_range(len(acc)):
+        part = acc[at] * spread(factor, acc[at].shape[1])
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 - as in ``rows``
+    return parts
+
+
+@gluon.jit
+def spread(factor, DIM: gl.constexpr):
+    """Return factors of rows for a product of DIM columns."""
+    return gl.convert_layout(factor, gl.SliceLayout(1, product_layout(DIM)))[:, None]
+
+
 @aggregate
 class Consumer:
     """Four warps that attend from 64 rows to tiles of keys, from the last one to the first."""
@@ -561,7 +653,35 @@ class Consumer:
         zeros = gl.zeros([64, TILE_TOKENS], gl.float32, product_layout(TILE_TOKENS))
         queries = self.buffers.queries.tile(self.PART)
         keys = self.buffers.keys.tile(at).permute((1, 0))
-        return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
+        if self.buffers.keys.rests is not None:
+            queries = self.buffers.queries.rest(self.PART)
+            keys = self.buffers.keys.rest(at).permute((1, 0))
+            scores = warpgroup_mma(queries, keys, scores, is_async=True)
+        return scores
+
+    @gluon.jit
+    def zeros(self):
+        """Return the output before any key: a tuple of its parts, see ``part_dims``."""
+        FIRST: gl.constexpr = self.buffers.values.tiles.shape[2]
+        acc = (gl.zeros([64, FIRST], gl.float32, product_layout(FIRST)),)
+        if self.buffers.values.rests is not None:
+            REST: gl.constexpr = self.buffers.values.rests.shape[2]
+            rest = gl.zeros([64, REST], gl.float32, product_layout(REST))
+            acc = acc + (rest,)  # type: ignore[assignment]  # noqa: RUF005 - as in ``rows``
+        return acc
+
+    @gluon.jit
+    def accumulate(self, weights, at, acc):
+        """Begin the products of weights with a tile of values."""
+        sums = (warpgroup_mma(weights, self.buffers.values.tile(at), acc[0], is_async=True),)
+        if self.buffers.values.rests is not None:
+            values = self.buffers.values.rest(at)
+            OPERAND: gl.constexpr = gl.DotOperandLayout(0, product_layout(values.shape[1]), 2)
+            weights = gl.convert_layout(weights, OPERAND)
+            rest = warpgroup_mma(weights, values, acc[1], is_async=True)
+            sums = sums + (rest,)  # type: ignore[assignment]  # noqa: RUF005 - as in ``rows``
+        return sums
 
     @gluon.jit
     def clear(self, at, tile, num_live, first_live, num_clears):
@@ -580,6 +700,9 @@ class Consumer:
         if is_hiding:
             half = self.buffers.values.tile(at).slice(self.PART * HALF, HALF)
             clear_rows(half, self.PART * HALF, num_live, sink, first_live)
+            if self.buffers.values.rests is not None:
+                half = self.buffers.values.rest(at).slice(self.PART * HALF, HALF)
+                clear_rows(half, self.PART * HALF, num_live, sink, first_live)
             fence_async_shared()
             mbarrier.arrive(self.buffers.cleared.index(0), count=1)
             mbarrier.wait(self.buffers.cleared.index(0), num_clears & 1)
@@ -599,13 +722,13 @@ class Consumer:
         scores = self.multiply(at)
         if not CLEARS:
             values.wait_filled(at - 1)
-        acc = warpgroup_mma(weights, values.tile(at - 1), acc, is_async=True)
+        acc = self.accumulate(weights, at - 1, acc)
         visible_keys = position + 1 - tile * self.buffers.keys.tiles.shape[1]
         # Operands of the wait, or ptxas moves their computation behind it.
         if MASKED:
-            scores, visible_keys = warpgroup_mma_wait(1, deps=(scores, visible_keys))
+            scores, visible_keys = warpgroup_mma_wait(len(acc), deps=(scores, visible_keys))
         else:
-            scores = warpgroup_mma_wait(1, deps=(scores,))
+            scores = warpgroup_mma_wait(len(acc), deps=(scores,))
         self.buffers.keys.release(at)
         exact, top, total, rescale = self.scores.weigh(
             scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED
@@ -618,10 +741,9 @@ class Consumer:
                 num_clears = self.clear(at, tile, TILE_TOKENS, first_live, num_clears)
         exact = exact.to(self.buffers.queries.tiles.dtype)
         weights = gl.convert_layout(exact, gl.DotOperandLayout(0, OUT_LAYOUT, 2))
-        acc, weights, total = warpgroup_mma_wait(0, deps=(acc, weights, total))
+        weights, total, acc = wait_all(weights, total, acc)
         values.release(at - 1)
-        rescale = gl.convert_layout(rescale, gl.SliceLayout(1, OUT_LAYOUT))
-        return weights, acc * rescale[:, None], top, total, num_clears
+        return weights, scaled(acc, rescale), top, total, num_clears
 
     @gluon.jit
     def attend(
@@ -635,8 +757,7 @@ class Consumer:
         2^(LIFT + score - top). Returns (output, log-sum-exp, number of clears).
         """
         TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
-        DIM: gl.constexpr = self.buffers.keys.tiles.shape[2]
-        OUT_LAYOUT: gl.constexpr = product_layout(DIM)
+        OUT_LAYOUT: gl.constexpr = product_layout(self.buffers.values.tiles.shape[2])
         VECTOR_OF_ROWS: gl.constexpr = gl.SliceLayout(1, product_layout(TILE_TOKENS))
         keys, values, cleared = self.buffers.keys, self.buffers.values, self.buffers.cleared
         row = self.PART * 64 + gl.arange(0, 64, layout=VECTOR_OF_ROWS)
@@ -650,7 +771,7 @@ class Consumer:
         if logit_sinks is not None:
             total = gl.where(logit_sinks == top, 0.0, 1 << LIFT)  # for NaN too, which must stay
             top = logit_sinks
-        acc = gl.zeros([64, DIM], gl.float32, OUT_LAYOUT)
+        acc = self.zeros()
 
         last_tile = tile_at(last_place, self.window)
         keys.wait_filled(first_at)
@@ -690,24 +811,28 @@ class Consumer:
         last_at = first_at + num_tiles - 1
         if cleared is None:
             values.wait_filled(last_at)
-        acc = warpgroup_mma(weights, values.tile(last_at), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        weights, total, acc = wait_all(weights, total, self.accumulate(weights, last_at, acc))
         if self.buffers.queries.free is not None:
             values.release(last_at)
 
         seen = total != 0.0  # true of NaN, which must come out as NaN
         total = gl.where(seen, total, 1.0)
-        factor = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT_LAYOUT))
         lse = gl.where(seen, (top - LIFT + gl.log2(total)) * LN_2, float("-inf"))
-        return acc * factor[:, None], lse, num_clears
+        return scaled(acc, 1.0 / total), lse, num_clears
 
 
-BOX_LAYOUTS = {size: gl.NVMMASharedLayout(128, 8 * size, rank=2) for size in (1, 2)}
-"""Layouts of elements of so many bytes."""
+def describe(
+    cache: torch.Tensor, block_size: int, head_dim: int
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Return a cache as rows of a head, codes as uint8, in boxes of a page and 128 bytes.
 
-
-def describe(cache: torch.Tensor, block_size: int, head_dim: int) -> TensorDescriptor:
-    """Return a cache as rows of a head, codes as uint8, in boxes of a page and 128 bytes."""
+    The second descriptor has boxes of the rest of the dimensions, if there is one.
+    """
     size = cache.element_size()  # no copy swizzles more than 128 bytes
     rows = (cache.view(torch.uint8) if size == 1 else cache).view(-1, head_dim)
-    return TensorDescriptor.from_tensor(rows, [block_size, 128 // size], BOX_LAYOUTS[size])
+    first, *rest = part_dims(head_dim)
+    boxes = [
+        TensorDescriptor.from_tensor(rows, [block_size, columns], box_layout(columns, size, 2))
+        for columns in (min(first, 128 // size), *rest)
+    ]
+    return boxes[0], boxes[1] if rest else None
