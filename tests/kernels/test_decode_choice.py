@@ -32,7 +32,14 @@ def gpu(monkeypatch) -> SimpleNamespace:
     return info
 
 
-def _plan(group: int, num_reqs: int, head_dim: int, page_format: PageFormat, **options):
+def _plan(
+    group: int,
+    num_reqs: int,
+    head_dim: int,
+    page_format: PageFormat,
+    deterministic: bool = False,
+    **options,
+):
     layout = KVLayout.hnd(NUM_KV_HEADS, 16, head_dim, **options)
     return DecodePlan.allocate(
         max_reqs=num_reqs,
@@ -41,6 +48,7 @@ def _plan(group: int, num_reqs: int, head_dim: int, page_format: PageFormat, **o
         num_q_heads=group * NUM_KV_HEADS,
         dtype=torch.bfloat16,
         page_format=page_format,
+        deterministic=deterministic,
     )
 
 
@@ -77,6 +85,19 @@ def test_registers_are_held_to_the_share_of_the_planned_programs(
                 most = config.max_registers or 255
                 assert threads * most <= 65536, (head_dim, group, num_reqs)
                 assert config.launch_options().get("maxnreg") == config.max_registers
+
+
+@pytest.mark.parametrize("group", [1, 8, 12, 32])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_tiles_do_not_depend_on_the_batch(head_dim, group):
+    """Bits of codes follow from the tiles and their warps, of other formats from the tiles."""
+    for page_format in (FP8, PageFormat.plain(torch.bfloat16)):
+        configs = {
+            _plan(group, num_reqs, head_dim, page_format, deterministic=True).config
+            for num_reqs in REQUESTS
+        }
+        assert len({config.tile_tokens for config in configs}) == 1
+        assert len(configs) == 1 or not page_format.has_scales
 
 
 def test_a_share_of_registers_by_hand():

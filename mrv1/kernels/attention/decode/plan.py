@@ -272,8 +272,15 @@ class DecodePlan:
         info = device_info(device)
         page_format = page_format or PageFormat.plain(dtype)
         product_dtype = page_format.product_dtype(dtype)
+        # Deterministic bits of codes follow from their tiles: one choice, whatever the batch.
+        num_segments = 0 if deterministic and product_dtype.itemsize == 1 else segments
         config = DecodeAttentionConfig.default_for(
-            layout.head_dim, product_dtype, padded_rows(rows), segments, layout.has_window, info
+            layout.head_dim,
+            product_dtype,
+            padded_rows(rows),
+            num_segments,
+            layout.has_window,
+            info,
         )
         if deterministic:
             config = _deterministic(config, layout, product_dtype, info)
