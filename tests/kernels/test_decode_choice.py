@@ -87,6 +87,16 @@ def test_registers_are_held_to_the_share_of_the_planned_programs(
                 assert config.launch_options().get("maxnreg") == config.max_registers
 
 
+def test_pieces_of_codes_are_long_earlier_where_programs_idle():
+    """528 programs: two pieces of each of 192 segments leave 144 idle, of each of 256 only 16."""
+    keys = {FP8: [], PageFormat.plain(torch.bfloat16): []}
+    for page_format, found in keys.items():
+        for num_reqs in (32, 48, 64):
+            plan = _plan(8, num_reqs, 128, page_format)
+            found.append(plan.long_tiles * plan.config.tile_tokens)
+    assert [*keys.values()] == [[4096, 2048, 4096], [2048] * 3]
+
+
 @pytest.mark.parametrize("group", [1, 8, 12, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_tiles_do_not_depend_on_the_batch(head_dim, group):

@@ -156,6 +156,14 @@ class DecodeAttentionConfig:
         if has_codes and is_narrow and head_dim > 128:
             # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
             return cls(64, num_warps=4, num_stages=3, programs_per_sm=3)
+        many = 2 * num_segments > device.num_sms
+        is_double = tile_rows == 2 * MIN_TILE_ROWS and device.capability == (9, 0)
+        if many and is_double and head_dim <= 128:
+            # H200, groups of 12, 128 segments of 4,000 keys: 69 us by wgmma, 80 in tiles of 32
+            # keys. Codes: 49 us by two warps, for which Triton has no wgmma; 85 in tiles of 32.
+            if has_codes:
+                return cls(64, num_warps=2, num_stages=2, programs_per_sm=4, min_tiles=4)
+            return cls(64, num_warps=4, num_stages=2, programs_per_sm=3, min_tiles=4)
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
             # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
@@ -167,7 +175,6 @@ class DecodeAttentionConfig:
         # (1 x 8 heads: 4.1 us, whole segments 5.6). With more than one segment per two
         # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
         # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2 us, in steps of 128 keys 21.5).
-        many = 2 * num_segments > device.num_sms
         if has_codes and is_narrow and not has_window and num_segments > 16 * device.num_sms:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
             # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
@@ -285,7 +292,7 @@ class DecodePlan:
         if deterministic:
             config = _deterministic(config, layout, product_dtype, info)
         max_tiles = max(1, cdiv(max_keys, config.tile_tokens))
-        key_bytes = 2 * page_format.vector_bytes(layout.head_dim)
+        key_bytes, long_piece = 2 * page_format.vector_bytes(layout.head_dim), LONG_PIECE
         if deterministic:
             max_pieces = num_pieces(max_keys)
             shares = int(SHARES_PER_SM * info.num_sms)
@@ -301,6 +308,11 @@ class DecodePlan:
             most_items = programs if segments <= programs else segments + programs // 2
             is_many = 8 * segments > programs
             fine_items = 2 * programs if is_many and segments <= programs else most_items
+            # A program takes longer for the bytes of codes. Where equal pieces leave a fifth of
+            # the programs idle, shorter pieces gain more than they cost (H200, 192 segments of
+            # 4,000 keys: 62 us, in two pieces each 63 to 65; 256 segments would lose 6%).
+            if page_format.has_scales and 5 * (programs % max(1, segments)) > programs:
+                long_piece //= 2
             longest = cdiv(max_tiles, config.min_tiles)
             # One segment may get nearly all items: short segments hardly count.
             max_pieces = min(fine_items, longest)
@@ -315,7 +327,7 @@ class DecodePlan:
             max_reqs=max_reqs, num_kv_heads=num_kv_heads, num_q_heads=num_q_heads,
             query_len=query_len, num_kv_splits=num_kv_splits, deterministic=deterministic,
             max_items=max_items, most_items=most_items, fine_items=fine_items,
-            long_tiles=max(1, LONG_PIECE // (key_bytes * config.tile_tokens)),
+            long_tiles=max(1, long_piece // (key_bytes * config.tile_tokens)),
             max_pieces=max_pieces, may_split=may_split,
             items=torch.empty(max_items, ITEM_FIELDS, dtype=torch.int32, device=device),
             num_items=torch.empty(1, dtype=torch.int32, device=device),
