@@ -543,6 +543,22 @@ def test_long_contexts_of_windows(device, window, num_splits):
     _check(case, 4, logits, splits=splits)
 
 
+@pytest.mark.parametrize("num_splits", [None, 1, 4])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 5), (96, 1), (80, 3), (256, 2)])
+def test_windows_of_other_dims_and_groups(device, head_dim, group, num_splits):
+    """The tiles of keys that are copied begin and end amid the window, and amid the sink."""
+    layout = LayoutCase.hnd(
+        num_kv_heads=2, head_dim=head_dim, max_seq_len=1500, max_reqs=2,
+        role=HeadRole(window=200, sink=70),
+    )  # fmt: skip
+    batch = RaggedBatch(query_lens=(700, 1), seq_lens=(1500, 900))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
+    q = make_queries(case, group, spare_rows=1)
+    splits = None if num_splits is None else make_splits(case, q, num_splits)
+    logits = {"sinks": torch.linspace(-2, 5, 2 * group, device=device)}
+    _check(case, group, logits, splits=splits)
+
+
 def test_queries_that_no_bulk_copy_can_read_take_no_turns(device):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=300)
     batch = RaggedBatch(query_lens=(70, 5), seq_lens=(300, 40))
