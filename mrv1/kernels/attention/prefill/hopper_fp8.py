@@ -219,7 +219,7 @@ def _consume(
     num_inner = (tile.context_len + tile.first_query + 1) // TILE_TOKENS - (end_tile - num_tiles)
     num_masked = gl.minimum(gl.maximum(num_tiles - num_inner, 1), num_tiles)
     value, lse, _ = wg.Consumer(PART, buffers, columns, None).attend(
-        tile, 0, end_tile - 1, num_masked, num_tiles, num_tiles, None, 0, None, LIFT
+        tile, 0, end_tile - 1, num_masked, num_tiles, num_tiles, None, gl.to_tensor(0), None, LIFT
     )
     outputs.store(value, lse, tile, PART, buffers.queries.tile(PART))
 
