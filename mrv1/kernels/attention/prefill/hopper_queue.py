@@ -204,10 +204,8 @@ def _schedule(
                     end_position, BLOCK_SIZE, TILE_TOKENS,
                 )  # fmt: skip
                 num_tiles -= window.gap
-                fields = (
-                    window.size, window.sink, window.first_block, window.sink_tiles, window.gap,
-                )  # fmt: skip
-                items.write(count, FIELDS, fields, WINDOW_FIELDS - 1)
+                seen = window.size, window.sink, window.first_block, window.sink_tiles, window.gap
+                items.write(count, FIELDS, seen, WINDOW_FIELDS - 1)
                 if items.HAS_RING:
                     items.write(count, FIELDS + WINDOW_FIELDS - 1, (window.ring_blocks,), 1)
             table_row = req * stride_table_row + gl.load(table_offset_ptr + head)
@@ -229,8 +227,8 @@ def _schedule(
             num_masked, first_left = wg.masked_steps(
                 queries, window, num_tiles, num_tiles, has_gaps, TILE_TOKENS
             )
-            fields = (num_tiles, num_masked, first_left, has_gaps.to(gl.int32))
-            items.write(count, 0, fields, 4)
+            steps = num_tiles, num_masked, first_left, has_gaps.to(gl.int32)
+            items.write(count, 0, steps, 4)
             thread_barrier()
             items.channel.fill(count)
             mbarrier.wait(wanted.index(0), count & 1)

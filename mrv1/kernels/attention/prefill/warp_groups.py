@@ -320,7 +320,7 @@ class Pages:
     last_column: gl.tensor  # with a page that some row sees: the last logical block
     head_row: gl.tensor  # of the caches' rows of one head's elements
     block_rows: gl.tensor
-    window: Window  # or None
+    window: Window | None
     BLOCK_SIZE: gl.constexpr
 
     @gluon.jit
@@ -644,7 +644,7 @@ class Consumer:
     PART: gl.constexpr  # which rows: from 64 * PART on
     buffers: Buffers
     scores: PlainKeys  # or others whose ``weigh`` turns products into weights
-    window: Window  # or None
+    window: Window | None
 
     @gluon.jit
     def multiply(self, at):
