@@ -107,7 +107,7 @@ def _measure_case(
 ) -> dict[str, Any]:
     data = _new_data(case, comparison.device, bench.seed)
     contenders: Contenders = dict(_ours(bench, comparison, data))
-    entry = {
+    entry: dict[str, Any] = {
         **asdict(case.cell),
         **({"group": case.num_q_heads // case.num_kv_heads} if bench.groups else {}),
         "query_len": case.query_len,
