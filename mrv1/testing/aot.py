@@ -30,8 +30,8 @@ import torch
 from mrv1.errors import ConfigError
 
 _KIB = 1024
-_REGISTERS = 1 << 16
-"""Registers of a multiprocessor, from sm_80 on."""
+_PARTS, _REGISTERS = 4, 1 << 14
+"""Parts of a multiprocessor, from sm_80 on, and the registers that the warps of each share."""
 _RESERVED_BYTES = _KIB
 """Shared memory that the system reserves for itself per program, from sm_80 on."""
 
@@ -156,8 +156,9 @@ class AotReport:
                 f"{self.programs_per_sm} programs of {self.shared_bytes} bytes of shared memory "
                 f"do not fit a multiprocessor"
             )
-        registers = -(-self.registers // 8) * 8  # per thread, allocated in eights
-        if self.programs_per_sm * self.threads * registers > _REGISTERS:
+        registers = 32 * -(-self.registers // 8) * 8  # per warp, allocated in eights a thread
+        warps = _PARTS * (_REGISTERS // max(1, registers))
+        if self.programs_per_sm * self.threads > 32 * warps:
             reasons.append(
                 f"{self.programs_per_sm} programs of {self.threads} threads with {self.registers} "
                 f"registers do not fit a multiprocessor"

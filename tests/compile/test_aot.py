@@ -124,6 +124,11 @@ def test_a_report_names_its_problem():
     assert "4 programs of 128 threads with 129 reg" in (
         AotReport(**fine | {"registers": 129}, **four).problem
     )
+    seven = {"threads": 64, "programs_per_sm": 7}  # two of four parts would have four warps
+    assert AotReport(**fine | {"registers": 128}, **seven).problem == ""
+    assert "7 programs of 64 threads with 144 reg" in (
+        AotReport(**fine | {"registers": 144}, **seven).problem
+    )
     assert AotReport(**fine, **four, shared_bytes=24 * 1024).problem == ""
     assert "4 programs of 24577 bytes" in (
         AotReport(**fine, **four, shared_bytes=24 * 1024 + 1).problem

@@ -81,9 +81,10 @@ def test_registers_are_held_to_the_share_of_the_planned_programs(
         for group in (1, 5, 7, 8, 13, 16, 32, 64):
             for num_reqs in REQUESTS:
                 config = _plan(group, num_reqs, head_dim, page_format, **options).config
-                threads = 32 * config.num_warps * config.programs_per_sm
                 most = config.max_registers or 255
-                assert threads * most <= 65536, (head_dim, group, num_reqs)
+                warps = 4 * (16384 // (32 * -(-most // 8) * 8))  # in the four parts
+                needed = config.num_warps * config.programs_per_sm
+                assert needed <= warps, (head_dim, group, num_reqs)
                 assert config.launch_options().get("maxnreg") == config.max_registers
 
 
@@ -114,7 +115,8 @@ def test_a_share_of_registers_by_hand():
     def share(num_warps: int, programs: int) -> int | None:
         return DecodeAttentionConfig(64, num_warps, 2, programs).register_share
 
-    assert [share(4, 4), share(4, 3), share(2, 7)] == [128, 168, 144]
+    assert [share(4, 4), share(4, 3), share(2, 6)] == [128, 168, 168]
+    assert [share(2, 7), share(2, 5)] == [128, 168]  # 14 warps in four parts, 10 warps
     assert share(2, 4) is share(4, 2) is None  # 256, more than a thread can have
     assert share(8, 2) == 128
 

@@ -31,8 +31,9 @@ SHARES_PER_SM = 1.75
 """Shares of all keys per multiprocessor; a deterministic plan cuts a segment of more than one.
 With more segments than shares it is a half, as few segments are then that long."""
 
-REGISTERS_PER_SM = 1 << 16
-"""Registers of a multiprocessor, from sm_80 on."""
+PARTS_OF_SM = 4
+"""Parts of a multiprocessor, from sm_80 on, each with warps and registers of its own."""
+REGISTERS_OF_PART = 1 << 14
 MAX_REGISTERS = 256
 """No thread can have as many."""
 
@@ -130,8 +131,8 @@ class DecodeAttentionConfig:
     @property
     def register_share(self) -> int | None:
         """Most registers per thread with which all of ``programs_per_sm`` fit; None = any."""
-        threads = 32 * self.num_warps * self.programs_per_sm
-        share = REGISTERS_PER_SM // threads // 8 * 8  # registers are allocated in eights
+        warps = cdiv(self.num_warps * self.programs_per_sm, PARTS_OF_SM)
+        share = REGISTERS_OF_PART // (32 * warps) // 8 * 8  # registers are allocated in eights
         return share if share < MAX_REGISTERS else None
 
     @classmethod
@@ -157,13 +158,15 @@ class DecodeAttentionConfig:
             # H200, heads of 256: 256 x 512 in 146 us, in tiles of 32 keys 192 us.
             return cls(64, num_warps=4, num_stages=3, programs_per_sm=3)
         many = 2 * num_segments > device.num_sms
-        is_double = tile_rows == 2 * MIN_TILE_ROWS and device.capability == (9, 0)
-        if many and is_double and head_dim <= 128:
-            # H200, groups of 12, 128 segments of 4,000 keys: 69 us by wgmma, 80 in tiles of 32
-            # keys. Codes: 49 us by two warps, for which Triton has no wgmma; 85 in tiles of 32.
-            if has_codes:
-                return cls(64, num_warps=2, num_stages=2, programs_per_sm=4, min_tiles=4)
-            return cls(64, num_warps=4, num_stages=2, programs_per_sm=3, min_tiles=4)
+        if tile_rows == 2 * MIN_TILE_ROWS and head_dim <= 128 and device.capability == (9, 0):
+            # H200, 12 query heads per KV head, 4,000 keys; in tiles of 32 keys before. By wgmma: 4
+            # segments of 190 keys 4.6 us (4.8), 128 segments 69 (80). Codes by two warps, for
+            # which Triton has no wgmma: 48 segments 25 us (37), 128 segments 45 (85).
+            fewest = 4 if many else 1
+            if not has_codes:
+                return cls(64, num_warps=4, num_stages=2, programs_per_sm=3, min_tiles=fewest)
+            if 3 * num_segments > device.num_sms:
+                return cls(64, num_warps=2, num_stages=2, programs_per_sm=6, min_tiles=2)
         if tile_rows > MIN_TILE_ROWS or head_dim > 128 or is_amd:
             # Tiles too small for wgmma, which Triton would use from 64 keys and 16 rows on. One
             # stage where two exceed gfx942's 64 KiB of shared memory, or spill with over 32 rows.
@@ -177,8 +180,9 @@ class DecodeAttentionConfig:
         # (32 x 8: 11.4 us, in steps of 128 keys 12.9; 64 x 8: 17.2 us, in steps of 128 keys 21.5).
         if has_codes and is_narrow and not has_window and num_segments > 16 * device.num_sms:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
-            # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill.
-            return cls(64, num_warps=2, num_stages=2, programs_per_sm=7, min_tiles=4)
+            # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill;
+            # seven leave no more registers than eight, as a part has three warps or four.
+            return cls(64, num_warps=2, num_stages=2, programs_per_sm=6, min_tiles=4)
         if has_codes:
             fewest = 2 if many else 1
             return cls(128, num_warps=4, num_stages=2, programs_per_sm=4, min_tiles=fewest)
