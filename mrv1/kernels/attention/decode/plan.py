@@ -126,7 +126,8 @@ class DecodeAttentionConfig:
         # heads: 396 us instead of 262). With it, nothing spills in a loop on sm_90 and sm_100; the
         # shared memory of sm_120 holds two programs, whatever their registers.
         is_bound = dtype != torch.float32 and (9, 0) <= (device.capability or (0, 0)) < (12, 0)
-        return replace(config, max_registers=config.register_share) if is_bound else config
+        most = config.max_registers or config.register_share
+        return replace(config, max_registers=most) if is_bound else config
 
     @property
     def register_share(self) -> int | None:
@@ -182,7 +183,9 @@ class DecodeAttentionConfig:
             # Most segments stay whole, and each starts with a chain of loads: more programs of
             # fewer warps hide more of it. Eight programs, of 128 registers a thread, would spill;
             # seven leave no more registers than eight, as a part has three warps or four.
-            return cls(64, num_warps=2, num_stages=2, programs_per_sm=6, min_tiles=4)
+            return cls(
+                64, num_warps=2, num_stages=2, programs_per_sm=6, min_tiles=4, max_registers=144
+            )
         if has_codes:
             fewest = 2 if many else 1
             return cls(128, num_warps=4, num_stages=2, programs_per_sm=4, min_tiles=fewest)
