@@ -137,6 +137,21 @@ def test_soft_caps_and_logit_sinks_take_the_same_kernels_but_those_for_codes(gpu
 
 
 @pytest.mark.parametrize(
+    ("windows", "modules"),
+    [
+        ([1023, 64], [None, "hopper_queue", None]),
+        ([1024, 64], ["hopper", "hopper_queue", "hopper"]),
+        ([-1, 64], ["hopper", "hopper_queue", "hopper"]),
+    ],
+)  # fmt: skip
+def test_programs_of_a_tile_or_less_of_it_need_a_full_head_or_a_long_window(gpu, windows, modules):
+    layout = KVLayout.hnd(2, 16, 128, roles=[HeadRole(window=window) for window in windows])
+    layer = PrefillLayer(layout, torch.bfloat16, PageFormat.plain(torch.bfloat16), 8)
+    found = [choice.choose_kernel(layer, 4096, each) for each in ("keys", "queue", "tiles")]
+    assert [kernel and kernel.module for kernel in found] == modules
+
+
+@pytest.mark.parametrize(
     ("windows", "block_size", "head_dim", "tile"),
     [
         ([1024, 128], 64, 128, (64, 6)), ([1024, 128], 16, 64, (64, 6)),

@@ -198,10 +198,17 @@ class WarpGroupKernel:
     min_rows: int = 0  # fewest queries of the longest chunk, times the query heads of a KV head
     min_queries: int = 0  # fewest queries of the longest chunk
     has_masks: bool = False  # whether it knows windows, soft caps and logit sinks
+    min_window: int = 0  # least longest window where no head is full: programs have few keys
 
     def takes_windows(self, layout: KVLayout) -> bool:
         """Return whether it computes a layout's streaming heads too."""
         return self.has_masks and not layout.visits_masked
+
+    def _suits_windows(self, layout: KVLayout) -> bool:
+        """Return whether there are full heads, or windows with enough keys for a program."""
+        longest = max(role.window for role in layout.roles)
+        is_long = self.takes_windows(layout) and longest >= self.min_window
+        return len(layout.full_heads) > 0 or is_long
 
     def runs(self, layer: PrefillLayer) -> bool:
         """Return whether device, pages and heads have the form that the kernel takes."""
@@ -213,7 +220,7 @@ class WarpGroupKernel:
             and layout.head_dim in self.head_dims
             and layout.block_size <= WARP_GROUP_TILES[layout.head_dim][0]
             and layout.token_stride == layout.address_unit == layout.head_dim
-            and (len(layout.full_heads) > 0 or self.takes_windows(layout))
+            and self._suits_windows(layout)
             and (plain_scores or self.has_masks)
             and (WARP_GROUP_ROWS % layer.group == 0 or layer.group <= self.max_odd_group)
         )
@@ -233,12 +240,14 @@ KERNELS = (
         divisions=("tiles", "keys", "queue"),  # a queue it leaves alone
         min_rows=256,
     ),
-    # 1.2 to 2.5 from 64 rows on, 0.6 with 16 rows.
-    _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64),
-    # 1.1 to 1.2.
+    # 1.2 to 2.5 from 64 rows on, 0.6 with 16 rows; 1.3 with windows of 1,024, the only ones that
+    # were measured.
+    _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64, min_window=1024),
+    # 1.1 to 1.2; of prompts of 8,192 tokens 1.1 to 1.4 with windows, 1.1 with sinks, 1.6 with a
+    # soft cap, and 4.2 with that and 256 dimensions.
     _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=256),
     # 1.1 to 1.2 from 4,096 queries on, but 0.8 for requests of 512 tokens.
-    _OF_16_BITS(module="hopper", divisions=("tiles",), min_queries=4096),
+    _OF_16_BITS(module="hopper", divisions=("tiles",), min_queries=4096, min_window=1024),
 )
 
 
