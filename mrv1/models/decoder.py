@@ -63,7 +63,7 @@ class DecoderModel:
         """Dtype of weights and activations."""
         return self.weights.embed.dtype
 
-    def kernel_backend(self) -> KernelBackend:
+    def kernel_backend(self, *, shares_prefixes: bool = False) -> KernelBackend:
         """Return a backend that attends with the kernels of ``ops``."""
         return KernelBackend(
             self._ops,
@@ -71,6 +71,7 @@ class DecoderModel:
             dtype=self.dtype,
             softmax_scale=self.softmax_scale,
             deterministic=self.deterministic,
+            shares_prefixes=shares_prefixes,
         )
 
     def forward(

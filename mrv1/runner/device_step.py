@@ -180,7 +180,13 @@ class DeviceStep:
         self.processors = processors
         groups, num_slots = head_groups.groups, config.max_num_seqs
         layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
-        self.attention = select_backend(config.attention_backend, model, spec, layouts)
+        self.attention = select_backend(
+            config.attention_backend,
+            model,
+            spec,
+            layouts,
+            shares_prefixes=config.share_prefix_reads,
+        )
         limits = _sampler_limits(config, model.config)
         self.slots = SlotState(
             num_slots, self.fields(config, model.config, head_groups, max_model_len), device
