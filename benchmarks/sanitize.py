@@ -156,7 +156,7 @@ def _paged_prefill_attention(ops: ModuleType, device: torch.device) -> Outputs:
     uniform = (build_paged_cache(each, batch, dtype=torch.bfloat16) for each in (plain, windows))
     for case in (*_paged((40, 33, 1), device), *(case.to(device) for case in uniform)):
         q = _normal(74, 16, 128, device=device)
-        for num_splits in (1, 3, None):
+        for num_splits in (1, 3, 16, None):
             splits = num_splits and PrefillSplits.allocate(
                 num_tokens=74, num_reqs=3, max_query_len=40, layout=case.layout, num_q_heads=16,
                 dtype=q.dtype, page_format=format_of(q.dtype, case.scales), num_splits=num_splits,

@@ -21,6 +21,7 @@ from mrv1.kernels.attention.prefill.choice import (
     PrefillAttentionConfig,
     short_window_tile,
 )
+from mrv1.kernels.attention.prefill.merge import MERGED_VECTORS, _merge_splits_kernel
 from mrv1.kernels.cache.formats import FP8, ScaleGranularity
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.cache.kv_layout import KVLayout
@@ -41,6 +42,12 @@ FP8_SHAPES = (
     (torch.float32, 128),
 )
 """Dtype of q, key and value, and head_dim, for a cache of e4m3 codes."""
+MERGES = (
+    *((torch.bfloat16, 128, splits) for splits in (4, 8, 16)),
+    *((torch.bfloat16, dim, 16) for dim in (80, 256)),
+    (torch.float16, 128, 16),
+)
+"""Dtype, head_dim, and partial results of a query."""
 NO_FP8: dict[str, object] = {"CODEC": None, "SCALES_PER_BLOCK": 0}
 OTHER_DIMS = [dim for dim in WARP_GROUP_TILES if dim != 128]
 """Head dimensions of the kernels of warp groups, most of whose cases have 128."""
@@ -71,6 +78,7 @@ def cases(target: Target) -> list[AotCase]:
             for max_query_len in (9, 4096)
         ),
         *_fp8_cases(target),
+        *(_merge(target, dtype, dim, splits) for dtype, dim, splits in MERGES),
         *(_warp_group_cases() if target.capability == (9, 0) else ()),
         *(
             _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=cap, sinks=sinks)
@@ -94,6 +102,21 @@ def cases(target: Target) -> list[AotCase]:
             for fp8 in (NO_FP8, _fp8(target, "token"))
         ),
     ]
+
+
+def _merge(target: Target, dtype: torch.dtype, head_dim: int, splits: int) -> AotCase:
+    rows, floats, lengths = pointer(dtype), pointer(torch.float32), pointer(torch.int32)
+    return AotCase(
+        name=f"prefill-merge-{str(dtype).removeprefix('torch.')}-{head_dim}-splits{splits}",
+        kernel=_merge_splits_kernel,
+        args=(rows, 4096, 128, floats, 32, 1, floats, floats, lengths, splits, lengths, 1000, 8),
+        constexprs={
+            "NUM_Q_HEADS": 4 * NUM_KV_HEADS, "GROUP": 4, "HEAD_DIM": head_dim,
+            "TILE_VECTORS": MERGED_VECTORS, "TILE_DIM": triton.next_power_of_2(head_dim),
+            "TILE_SPLITS": splits, "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=4,
+    )  # fmt: skip
 
 
 def _fp8_cases(target: Target) -> list[AotCase]:
@@ -291,12 +314,15 @@ def _warp_group_cases() -> list[AotCase]:
 
     def case(
         dtype: torch.dtype, block_size: int, head_dim: int = 128, *, group: int = 4,
-        splits: bool = False, some_heads: bool = False, fp8: bool = False, masks: str = "",
+        splits: bool = False, merged: bool = False, some_heads: bool = False, fp8: bool = False,
+        masks: str = "",
     ) -> AotCase:  # fmt: skip
         rows, lengths, scratch = pointer(dtype), pointer(torch.int32), pointer(torch.float32)
         pages = _page_boxes(torch.float8_e4m3fn if fp8 else dtype, block_size, head_dim)
         address = pointer(torch.int64)
-        shared = (scratch, scratch, lengths, 16, 200) if splits else (None, None, None, 0, 0)
+        shared: tuple[object, ...] = (None, None, None, None, 0, 0)
+        if splits:
+            shared = (scratch, scratch, lengths, lengths if merged else None, 16, 200)
         tile = _tile(head_dim)
         if fp8:
             tile["TILE_TOKENS"], tile["STAGES"] = hopper_fp8.TILE
@@ -309,6 +335,7 @@ def _warp_group_cases() -> list[AotCase]:
             )
             + "-some_heads" * some_heads
             + "-splits" * splits
+            + "-merged" * merged
             + _masks_name(masks),
             kernel=hopper._prefill_hopper_kernel,
             args=(
@@ -321,7 +348,7 @@ def _warp_group_cases() -> list[AotCase]:
             ),
             constexprs={
                 **tile, "GROUP": group, "BLOCK_SIZE": block_size,
-                "MIN_TILES": hopper.MIN_SHARED_TILES,
+                "MIN_TILES": hopper.MIN_SHARED_CODES if fp8 else hopper.MIN_SHARED_TILES,
             },
             # The loop over tiles of codes does not need some addresses.
             parked_bytes=96 if fp8 else parked_bytes,
@@ -369,6 +396,10 @@ def _warp_group_cases() -> list[AotCase]:
     shared = [case(dtype, 16, splits=True) for dtype in (torch.bfloat16, torch.float16)]
     shared.append(case(torch.bfloat16, 16, group=7, splits=True))
     shared += [
+        case(torch.bfloat16, 16, head_dim, splits=True, merged=True) for head_dim in (96, 128, 256)
+    ]
+    shared.append(case(torch.bfloat16, 16, splits=True, merged=True, masks="ring sinks"))
+    shared += [
         case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
     ]
     masked = [
@@ -389,6 +420,7 @@ def _warp_group_cases() -> list[AotCase]:
     codes = [case(torch.bfloat16, block_size, fp8=True) for block_size in (16, 128)]
     codes += [case(dtype, 16, splits=True, fp8=True) for dtype in (torch.bfloat16, torch.float16)]
     codes.append(case(torch.bfloat16, 16, splits=True, some_heads=True, fp8=True))
+    codes.append(case(torch.bfloat16, 16, splits=True, merged=True, fp8=True))
     return [*sizes, *shared, *queue, *masked, *codes]
 
 

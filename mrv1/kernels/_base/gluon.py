@@ -41,6 +41,14 @@ else:
         return smem._reinterpret(desc.dtype, shape, desc.layout)
 
 
+@gluon.jit
+def let_next_start():
+    """Let the next kernel start if it is a dependent launch, as in ``dependent_launch``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -73,6 +81,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "let_next_start",
     "mbarrier",
     "thread_barrier",
     "warpgroup_mma",

@@ -709,9 +709,9 @@ def paged_prefill_attention(
 
     Stream:
         One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
-        except ``splits``. Two launches where a layout has both full and streaming heads and the
-        full heads take a kernel for sm_90 that knows no windows, that for e4m3 caches: one for
-        either kind.
+        except ``splits``. On sm_90 a second one merges where many programs divide a tile's keys.
+        Two launches where a layout has both full and streaming heads and the full heads take a
+        kernel for sm_90 that knows no windows, that for e4m3 caches: one for either kind.
 
     Source:
         arXiv:2205.14135.

@@ -20,7 +20,10 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 
 MIN_DOT_ROWS = 16  # fewest rows that ``tl.dot`` accepts
 MAX_SPLITS = 16
-"""Most programs per tile: the last program to finish reads the partial results of the others."""
+"""Most programs per tile: all partial results of a row are in registers when they are merged."""
+MIN_MERGED_SPLITS = 4
+"""Fewest programs per tile whose partial results ``merge`` merges. Of fewer, the last program to
+finish does: a second launch also costs where contexts are too short to divide."""
 PROGRAMS_PER_SM = 2
 """Programs that run at the same time on a multiprocessor, where programs share tiles."""
 ANY_QUERY_LEN = 1 << 24  # longer than every query: for one choice, whatever the batch
@@ -43,8 +46,9 @@ SHORT_WINDOW_KEYS = 64
 masks cost as much as all else in a softmax. On an H200 windows of 128 took 0.75 of the time."""
 COPY_BYTES = 16  # alignment of what a bulk copy reads
 
-Division = Literal["tiles", "keys", "queue"]
-"""How a launch is divided among programs: a tile each, a tile's keys, or tiles from a queue."""
+Division = Literal["tiles", "keys", "merged", "queue"]
+"""How a launch is divided among programs: a tile each, a tile's keys, a tile's keys with a launch
+that merges the partial results, or tiles from a queue."""
 
 MASKS = ("causal", "window", "offsets")
 """What hides keys: each name stands for code that also serves the names before it."""
@@ -237,12 +241,14 @@ KERNELS = (
         module="hopper",
         dtypes=(FP8.dtype,),
         head_dims=(128,),
-        divisions=("tiles", "keys", "queue"),  # a queue it leaves alone
+        divisions=("tiles", "keys", "merged", "queue"),  # a queue it leaves alone
         min_rows=256,
     ),
     # 1.2 to 2.5 from 64 rows on, 0.6 with 16 rows; 1.3 with windows of 1,024, the only ones that
     # were measured.
     _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64, min_window=1024),
+    # 1.4 and 1.8 with 4 and 32 rows after 20,000 and 8,000 tokens.
+    _OF_16_BITS(module="hopper", divisions=("merged",), min_window=1024),
     # 1.1 to 1.2; of prompts of 8,192 tokens 1.1 to 1.4 with windows, 1.1 with sinks, 1.6 with a
     # soft cap, and 4.2 with that and 256 dimensions.
     _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=256),
@@ -290,6 +296,9 @@ class PrefillSplits:
     """[num_splits, num_tokens, q_heads] float32 scratch: their log-sum-exps."""
     arrivals: torch.Tensor | None
     """[tiles * kv_heads] int32, programs that have stored partial results; 0 between launches."""
+    counts: torch.Tensor | None
+    """[num_tokens, kv_heads] int32 scratch: partial results of each query, for ``merge``. None
+    where the last program of a tile merges them."""
     ticket: torch.Tensor
     """[1] int32, tiles that programs of ``hopper_queue`` have taken; 0 between launches."""
 
@@ -347,16 +356,20 @@ class PrefillSplits:
             ticket = torch.zeros(1, dtype=torch.int32, device=device)
             return cls(
                 num_splits=1, num_programs=num_programs, states=None, states_lse=None,
-                arrivals=None, ticket=ticket,
+                arrivals=None, counts=None, ticket=ticket,
             )  # fmt: skip
         shape = (num_splits, num_tokens, num_q_heads)
         num_pairs = num_tiles * layout.num_kv_heads
-        counters = torch.zeros(num_pairs + 1, dtype=torch.int32, device=device)
+        is_merged = _division(num_splits) == "merged"
+        num_counts = num_tokens * layout.num_kv_heads if is_merged else 0
+        counters = torch.zeros(num_pairs + 1 + num_counts, dtype=torch.int32, device=device)
+        counts = counters[num_pairs + 1 :].view(-1, layout.num_kv_heads) if num_counts else None
         return cls(
             num_splits=num_splits, num_programs=num_programs,
             states=torch.empty(*shape, layout.head_dim, device=device),
             states_lse=torch.empty(shape, device=device),
-            arrivals=counters[:num_pairs], ticket=counters[num_pairs:],
+            arrivals=counters[:num_pairs], counts=counts,
+            ticket=counters[num_pairs : num_pairs + 1],
         )  # fmt: skip
 
 
@@ -382,8 +395,18 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
     # Streaming heads have few keys beside long contexts: their programs do not count.
     num_heads = len(layout.full_heads) or layout.num_kv_heads
     fewest = max(num_tokens // tile_queries, 1) * num_heads
-    num_programs = PROGRAMS_PER_SM * device_info(layout.head_base.device).num_sms
-    return min(num_programs // fewest, MAX_SPLITS)
+    num_sms = device_info(layout.head_base.device).num_sms
+    num_splits = min(num_sms // fewest, MAX_SPLITS)  # of warp groups: their programs are larger
+    if _division(num_splits) != "merged" or choose_kernel(layer, max_query_len, "merged") is None:
+        num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
+    return num_splits
+
+
+def _division(num_splits: int) -> Division:
+    """Return the division of tiles that have at most so many programs each."""
+    if num_splits >= MIN_MERGED_SPLITS:
+        return "merged"
+    return "keys" if num_splits > 1 else "tiles"
 
 
 class LaunchChoice(NamedTuple):
@@ -394,6 +417,8 @@ class LaunchChoice(NamedTuple):
     kernel: WarpGroupKernel | None
     """The kernel that the addresses may suit, perhaps of full heads alone; None = the portable
     one."""
+    merged_splits: int
+    """Partial results of a query that ``merge`` takes, at most; 0 = it is not launched."""
 
 
 def choose_launch(
@@ -403,11 +428,16 @@ def choose_launch(
 
     The launch's splits are those that ``PrefillSplits.allocate`` makes for ``split_layer``.
     """
-    division: Division = "queue" if _has_queue(split_layer) else "tiles"
-    if _choose_num_splits(split_layer, max_query_len, num_tokens) > 1:
-        division = "keys"
+    num_splits = _choose_num_splits(split_layer, max_query_len, num_tokens)
+    division = _division(num_splits)
+    if division == "tiles" and _has_queue(split_layer):
+        division = "queue"
     kernel = choose_kernel(layer, max_query_len, division)
-    return LaunchChoice(choose_config(layer, max_query_len), division, kernel)
+    merges = kernel is not None and division == "merged"
+    return LaunchChoice(
+        choose_config(layer, max_query_len), division, kernel,
+        merged_splits=next_power_of_2(num_splits) if merges else 0,
+    )  # fmt: skip
 
 
 def prefills_of_each(
@@ -488,7 +518,7 @@ def kernel_for(
 def division_of(splits: PrefillSplits | None, q: torch.Tensor) -> Division:
     """Return how a launch is divided: programs with a queue copy their queries in bulk."""
     if splits is None or splits.num_splits > 1:
-        return "tiles" if splits is None else "keys"
+        return "tiles" if splits is None else _division(splits.num_splits)
     strides = [stride * q.element_size() for stride in q.stride()[:2]]
     is_aligned = all(number % COPY_BYTES == 0 for number in (q.data_ptr(), *strides))
     return "queue" if is_aligned else "tiles"

@@ -4,24 +4,32 @@
 masks, of 16-bit caches of contiguous pages of 64, 80, 96, 128 or 256 dimensions; with
 ``hopper_fp8``, of e4m3 codes of 128. ``warp_groups`` tells how a program works. Where there are
 few tiles, several programs share the keys of each; the last one to finish merges their partial
-results.
+results if they are few, else ``merge`` does.
 """
 
 from __future__ import annotations
 
 from mrv1.kernels._base.arguments import with_strides
-from mrv1.kernels._base.gluon import fence_async_shared, gl, gluon, thread_barrier
+from mrv1.kernels._base.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    let_next_start,
+    thread_barrier,
+)
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill import hopper_fp8
 from mrv1.kernels.attention.prefill import warp_groups as wg
 from mrv1.kernels.attention.prefill.call import PrefillCall
 from mrv1.kernels.attention.prefill.choice import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
+from mrv1.kernels.attention.prefill.merge import merge_splits
 from mrv1.kernels.attention.prefill.warp_groups import (
     CONSUMER_REGISTERS,
     LN_2,
     LOG2_E,
     PRODUCER_REGISTERS,
     ROWS,
+    VECTOR,
 )
 from mrv1.kernels.cache.kv_scales import KVScales
 
@@ -70,6 +78,15 @@ def _consume(
         logit_sinks,
     )  # fmt: skip
     outputs.store(value, lse, tile, PART, None)
+
+
+@gluon.jit
+def _note_states(counts_ptr, num_kv_heads, splits, tile):
+    """Write how many partial results the tile's queries have, for ``merge``."""
+    query = tile.first_query + gl.arange(0, ROWS, layout=VECTOR)
+    place = (tile.query_start + query).to(gl.int64) * num_kv_heads + tile.head
+    count = gl.full([ROWS], 0, gl.int32, VECTOR) + splits
+    gl.store(counts_ptr + place, count, mask=query < tile.end_query)
 
 
 @gluon.jit
@@ -128,6 +145,7 @@ def _prefill_hopper_kernel(
     states_ptr,  # [num_splits, num_tokens, q_heads, DIM] fp32, or None: one program a tile
     states_lse_ptr,  # [num_splits, num_tokens, q_heads] fp32
     arrivals_ptr,  # [tiles * kv_heads] int32, 0 before and after a launch
+    counts_ptr,  # [num_tokens, kv_heads] int32, *written*, or None: ``merge`` does not follow
     num_splits,  # programs of a tile, at most
     num_programs,  # of all that share tiles
     num_tokens,
@@ -158,6 +176,8 @@ def _prefill_hopper_kernel(
     pairs = gl.num_programs(0)
     pair = gl.program_id(0)
     split = gl.to_tensor(0)
+    if counts_ptr is not None:
+        let_next_start()  # the merge
     if states_ptr is not None:
         pairs -= num_programs - num_heads
         tiles = wg.count_tiles(query_start_loc_ptr, num_reqs, TILE_QUERIES)
@@ -223,6 +243,9 @@ def _prefill_hopper_kernel(
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)
     lse = wg.Matrix(lse_ptr, stride_lse_token, stride_lse_head)
     num_q_heads = num_kv_heads * GROUP
+    if counts_ptr is not None:  # noqa: SIM102
+        if split == 0:
+            _note_states(counts_ptr, num_kv_heads, splits, tile)
     first_state = gl.to_tensor(-1).to(gl.int64)
     if states_ptr is not None:  # noqa: SIM102
         if splits > 1:
@@ -257,7 +280,7 @@ def _prefill_hopper_kernel(
             k_desc, v_desc, q, outputs, tile, pages, scales, end_position, end_place, num_tiles,
             softmax.scale, STAGES, TILE_TOKENS, DIM,
         )  # fmt: skip
-    if states_ptr is not None:  # noqa: SIM102
+    if states_ptr is not None and counts_ptr is None:  # noqa: SIM102
         if splits > 1:
             arrival_ptr = arrivals_ptr + tile_of_batch * num_kv_heads + head
             thread_barrier()
@@ -267,25 +290,29 @@ def _prefill_hopper_kernel(
                 _merge_tile(outputs, num_tokens, splits, tile, DIM)
 
 
-MIN_SHARED_TILES = 4  # tiles of a program that shares a query tile's keys with others, at least
+MIN_SHARED_TILES = 2  # tiles of a program that shares a query tile's keys with others, at least
+MIN_SHARED_CODES = 4  # the same, of codes
 
 
 def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | None) -> None:
     """Launch the kernel; programs share tiles if there are ``splits``."""
     num_programs, num_heads = call.num_pairs, call.heads[1]
-    parts: tuple[object, ...] = (None, None, None, 0, 0)
+    parts: tuple[object, ...] = (None, None, None, None, 0, 0)
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         if call.has_window and len(call.layout.full_heads):
             # Beside long contexts of full heads, the programs of streaming heads end at once.
             num_sharing = num_sharing * num_heads // len(call.layout.full_heads)
         num_programs += num_sharing - num_heads
-        parts = (splits.states, splits.states_lse, splits.arrivals, splits.num_splits, num_sharing)
+        buffers = splits.states, splits.states_lse, splits.arrivals, splits.counts
+        parts = (*buffers, splits.num_splits, num_sharing)
     tile = WARP_GROUP_TILES[call.layout.head_dim] if scales is None else hopper_fp8.TILE
     launch_kernel(
         _prefill_hopper_kernel, (num_programs,),
         *call.outputs(), *parts, call.q.shape[0], *with_strides(call.q),
         *call.caches(wg.describe), *hopper_fp8.scale_arguments(scales, call.layout.block_size),
         call.layout.num_kv_heads, *call.batch(), **call.constexprs(tile),
-        MIN_TILES=MIN_SHARED_TILES, num_warps=4,
+        MIN_TILES=MIN_SHARED_TILES if scales is None else MIN_SHARED_CODES, num_warps=4,
     )  # fmt: skip
+    if splits is not None and splits.counts is not None:
+        merge_splits(call, splits)
