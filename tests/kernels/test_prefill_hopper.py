@@ -425,7 +425,7 @@ def test_where_the_triton_kernel_is_faster_it_runs():
         patch.setattr(prefill_choice, "KERNELS", KERNELS)
         for num_queries, shared, expected in (
             (4095, None, False), (4096, None, True), (1, splits, True), (16, splits, True),
-            (255, queue, False), (256, queue, True),
+            (127, queue, False), (128, queue, True),
         ):  # fmt: skip
             assert _takes(q, cache, cache, layout, num_queries, shared) is expected
 

@@ -26,6 +26,8 @@ MIN_MERGED_SPLITS = 4
 finish does: a second launch also costs where contexts are too short to divide."""
 PROGRAMS_PER_SM = 2
 """Programs that run at the same time on a multiprocessor, where programs share tiles."""
+MIN_MIXED_QUERIES = 256
+"""Fewest queries of the longest chunk that shares a launch with decodes: the fewest measured."""
 ANY_QUERY_LEN = 1 << 24  # longer than every query: for one choice, whatever the batch
 FOLDED_ROWS = 32
 """Rows of a deterministic tile, whose registers hold its piece and the pieces before; Hopper
@@ -249,9 +251,9 @@ KERNELS = (
     _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64, min_window=1024),
     # 1.4 and 1.8 with 4 and 32 rows after 20,000 and 8,000 tokens.
     _OF_16_BITS(module="hopper", divisions=("merged",), min_window=1024),
-    # 1.1 to 1.2; of prompts of 8,192 tokens 1.1 to 1.4 with windows, 1.1 with sinks, 1.6 with a
-    # soft cap, and 4.2 with that and 256 dimensions.
-    _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=256),
+    # 1.1 to 1.2, also with 128 queries after 4,096 tokens; of prompts of 8,192 tokens 1.1 to 1.4
+    # with windows, 1.1 with sinks, 1.6 with a soft cap, and 4.2 with that and 256 dimensions.
+    _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=128),
     # 1.1 to 1.2 from 4,096 queries on, but 0.8 for requests of 512 tokens.
     _OF_16_BITS(module="hopper", divisions=("tiles",), min_queries=4096, min_window=1024),
 )
@@ -494,7 +496,8 @@ def prefills_decodes_too(layer: PrefillLayer, max_query_len: int, num_tokens: in
     # Boxes of more heads are several tiles, each of which reads the decode's keys.
     most_heads = WARP_GROUP_ROWS // BOX_QUERIES
     has_one_tile = WARP_GROUP_ROWS % layer.group == 0 or layer.group <= most_heads
-    return is_queued and has_one_tile and not layer.layout.has_window
+    is_long = max_query_len >= MIN_MIXED_QUERIES
+    return is_queued and is_long and has_one_tile and not layer.layout.has_window
 
 
 def kernel_for(
