@@ -420,7 +420,6 @@ def _warp_group_cases() -> list[AotCase]:
     codes = [case(torch.bfloat16, block_size, fp8=True) for block_size in (16, 128)]
     codes += [case(dtype, 16, splits=True, fp8=True) for dtype in (torch.bfloat16, torch.float16)]
     codes.append(case(torch.bfloat16, 16, splits=True, some_heads=True, fp8=True))
-    codes.append(case(torch.bfloat16, 16, splits=True, merged=True, fp8=True))
     return [*sizes, *shared, *queue, *masked, *codes]
 
 

@@ -243,7 +243,7 @@ KERNELS = (
         module="hopper",
         dtypes=(FP8.dtype,),
         head_dims=(128,),
-        divisions=("tiles", "keys", "merged", "queue"),  # a queue it leaves alone
+        divisions=("tiles", "keys", "queue"),  # a queue it leaves alone
         min_rows=256,
     ),
     # 1.2 to 2.5 from 64 rows on, 0.6 with 16 rows; 1.3 with windows of 1,024, the only ones that
@@ -362,7 +362,7 @@ class PrefillSplits:
             )  # fmt: skip
         shape = (num_splits, num_tokens, num_q_heads)
         num_pairs = num_tiles * layout.num_kv_heads
-        is_merged = _division(num_splits) == "merged"
+        is_merged = _division(layer, max_query_len, num_splits) == "merged"
         num_counts = num_tokens * layout.num_kv_heads if is_merged else 0
         counters = torch.zeros(num_pairs + 1 + num_counts, dtype=torch.int32, device=device)
         counts = counters[num_pairs + 1 :].view(-1, layout.num_kv_heads) if num_counts else None
@@ -399,14 +399,15 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
     fewest = max(num_tokens // tile_queries, 1) * num_heads
     num_sms = device_info(layout.head_base.device).num_sms
     num_splits = min(num_sms // fewest, MAX_SPLITS)  # of warp groups: their programs are larger
-    if _division(num_splits) != "merged" or choose_kernel(layer, max_query_len, "merged") is None:
+    if _division(layer, max_query_len, num_splits) != "merged":
         num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
     return num_splits
 
 
-def _division(num_splits: int) -> Division:
+def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Division:
     """Return the division of tiles that have at most so many programs each."""
-    if num_splits >= MIN_MERGED_SPLITS:
+    is_many = num_splits >= MIN_MERGED_SPLITS
+    if is_many and choose_kernel(layer, max_query_len, "merged") is not None:
         return "merged"
     return "keys" if num_splits > 1 else "tiles"
 
@@ -431,7 +432,7 @@ def choose_launch(
     The launch's splits are those that ``PrefillSplits.allocate`` makes for ``split_layer``.
     """
     num_splits = _choose_num_splits(split_layer, max_query_len, num_tokens)
-    division = _division(num_splits)
+    division = _division(split_layer, max_query_len, num_splits)
     if division == "tiles" and _has_queue(split_layer):
         division = "queue"
     kernel = choose_kernel(layer, max_query_len, division)
@@ -520,8 +521,10 @@ def kernel_for(
 
 def division_of(splits: PrefillSplits | None, q: torch.Tensor) -> Division:
     """Return how a launch is divided: programs with a queue copy their queries in bulk."""
-    if splits is None or splits.num_splits > 1:
-        return "tiles" if splits is None else _division(splits.num_splits)
+    if splits is None:
+        return "tiles"
+    if splits.num_splits > 1:
+        return "keys" if splits.counts is None else "merged"
     strides = [stride * q.element_size() for stride in q.stride()[:2]]
     is_aligned = all(number % COPY_BYTES == 0 for number in (q.data_ptr(), *strides))
     return "queue" if is_aligned else "tiles"
