@@ -268,11 +268,11 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     assert found(4096, num_splits=2) == 2
     assert found(16, num_splits=1) is None
     info.capability = (9, 0)  # whose programs take whole tiles in turn
-    assert [found(n) for n in (0, 256, 272)] == [None, 2, 1]
+    assert [found(n) for n in (0, 64, 256, 272)] == [None, 4, 2, 1]  # four: merged by a launch
     assert found(16, num_splits=1) == 1
     roles = [HeadRole()] * 3 + [HeadRole(window=64, sink=16)] * 5
     layout = KVLayout.hnd(8, 16, 128, roles=roles, device=device)  # the three full heads count
-    assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 16, 7, 5, 2, 1]
+    assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 16, 14, 5, 2, 1]
 
 
 def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeypatch):

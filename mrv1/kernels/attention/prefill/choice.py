@@ -250,7 +250,7 @@ KERNELS = (
     # were measured.
     _OF_16_BITS(module="hopper", divisions=("keys",), min_rows=64, min_window=1024),
     # 1.4 and 1.8 with 4 and 32 rows after 20,000 and 8,000 tokens.
-    _OF_16_BITS(module="hopper", divisions=("merged",), min_window=1024),
+    _OF_16_BITS(module="hopper", divisions=("merged",)),
     # 1.1 to 1.2, also with 128 queries after 4,096 tokens; of prompts of 8,192 tokens 1.1 to 1.4
     # with windows, 1.1 with sinks, 1.6 with a soft cap, and 4.2 with that and 256 dimensions.
     _OF_16_BITS(module="hopper_queue", divisions=("queue",), min_queries=128),
@@ -406,7 +406,8 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
 
 def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Division:
     """Return the division of tiles that have at most so many programs each."""
-    is_many = num_splits >= MIN_MERGED_SPLITS
+    # With windows the merge was not measured.
+    is_many = num_splits >= MIN_MERGED_SPLITS and not layer.layout.has_window
     if is_many and choose_kernel(layer, max_query_len, "merged") is not None:
         return "merged"
     return "keys" if num_splits > 1 else "tiles"
