@@ -12,6 +12,7 @@ ABOUT = {
     "attempts": "optimizations that were tried, their expected and their measured gains",
     "before-after": "two commits on one machine, before and after a refactor",
     "before-after-house": "two commits on one machine, before and after the house shrank",
+    "before-after-attention": "cells of attention before and after they got kernels of their own",
     "accuracy": "two commits' errors against float64: prefill's log-sum-exp with large scores, "
     "and float32 `linear` over torch's",
     "accuracy-linear": "errors of float32 `linear` over torch's, before and after its sum of "
