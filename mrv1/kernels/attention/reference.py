@@ -153,7 +153,10 @@ def _attend_requests(
 
 
 def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
-    """Return the smallest size within ``most_items`` items; short segments count by tiles."""
+    """Return the smallest size within ``most_items`` items; short segments count by tiles.
+
+    The largest, whole segments, where shared prefixes on top of them are too many for any.
+    """
 
     def fits(size: int) -> bool:
         short = [t for t in tiles if 2 * t <= size]
@@ -163,7 +166,7 @@ def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
 
     longest = max(tiles, default=1)
     sizes = range(min(plan.config.min_tiles, longest), longest + 1)
-    return sizes[bisect_left(sizes, True, key=fits)]
+    return sizes[min(bisect_left(sizes, True, key=fits), len(sizes) - 1)]
 
 
 def _find_prefixes(
