@@ -310,8 +310,8 @@ class EngineConfig:
     share_prefix_reads: bool = False
     """Let decodes whose first blocks are the same read these once for several requests. Faster
     where 50 requests or more (with 8 KV heads a GPU) share hundreds of tokens; without shared
-    tokens a step takes some microseconds more. Rounding then depends on which requests share a
-    step: no effect with ``deterministic``. Not with FlashInfer."""
+    tokens up to a microsecond a layer slower with short contexts. Rounding then depends on which
+    requests share a step: no effect with ``deterministic``. Not with FlashInfer."""
     overlap: bool = True
     """Launch a step before the result of the previous step is known; never with FlashInfer. This
     may change which requests share a step, and so the rounding of products, but nothing else."""
