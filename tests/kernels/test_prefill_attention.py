@@ -356,6 +356,9 @@ def test_splits_for_other_shapes_are_refused(device, ops):
         few = replace(splits := make_splits(case, q, 3), arrivals=splits.arrivals[:0])
         with pytest.raises(ValueError, match="splits: expected room for 1 requests of at most 7"):
             run_prefill(ops, case, q, splits=few)
+        counts = torch.zeros(7, 8, dtype=torch.int32, device=device)
+        with pytest.raises(ValueError, match=r"splits.counts: expected shape \[7, 1\]"):
+            run_prefill(ops, case, q, splits=replace(splits, counts=counts))
     queue = PrefillSplits(
         num_splits=1, num_programs=1, states=None, states_lse=None, arrivals=None, counts=None,
         ticket=torch.zeros(1, dtype=torch.int32, device="meta"),

@@ -33,7 +33,7 @@ import torch
 
 from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.attention.contracts import (
@@ -750,6 +750,8 @@ def paged_prefill_attention(
             f"splits: expected room for {num_reqs} requests of at most {max_query_len} "
             f"queries, got room for fewer tiles"
         )
+    if splits is not None and splits.counts is not None:
+        check_tensor("splits.counts", splits.counts, shape=(num_tokens, layout.num_kv_heads))
     is_causal = attn_mask_offsets is None and visited is None and not deterministic
     heads, num_heads = None, layout.num_kv_heads
     if is_causal and (kernel := kernel_for(layer, q, k_cache, v_cache, max_query_len, splits)):

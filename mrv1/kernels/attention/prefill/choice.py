@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mrv1.device import INTERPRET, device_info
-from mrv1.kernels._base.arithmetic import next_power_of_2
+from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels.cache.formats import FP8, PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
 
@@ -349,9 +349,10 @@ class PrefillSplits:
         num_tiles = num_tokens // tile_queries + num_reqs
         if num_splits is None:
             num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
-            num_splits = _choose_num_splits(layer, max_query_len, num_tokens)
+            num_splits, division = _choose_splits(layer, max_query_len, num_tokens)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
+            division = _division(layer, max_query_len, num_splits)
         if num_tokens == 0 or (num_splits < 2 and not _has_queue(layer)):
             return None
         if num_splits < 2:
@@ -362,10 +363,11 @@ class PrefillSplits:
             )  # fmt: skip
         shape = (num_splits, num_tokens, num_q_heads)
         num_pairs = num_tiles * layout.num_kv_heads
-        is_merged = _division(layer, max_query_len, num_splits) == "merged"
-        num_counts = num_tokens * layout.num_kv_heads if is_merged else 0
-        counters = torch.zeros(num_pairs + 1 + num_counts, dtype=torch.int32, device=device)
-        counts = counters[num_pairs + 1 :].view(-1, layout.num_kv_heads) if num_counts else None
+        num_counts = num_tokens * layout.num_kv_heads if division == "merged" else 0
+        # Counts begin at 16 bytes: kernels are compiled for the alignment of their arguments.
+        first_count = 4 * cdiv(num_pairs + 1, 4)
+        counters = torch.zeros(first_count + num_counts, dtype=torch.int32, device=device)
+        counts = counters[first_count:].view(-1, layout.num_kv_heads) if num_counts else None
         return cls(
             num_splits=num_splits, num_programs=num_programs,
             states=torch.empty(*shape, layout.head_dim, device=device),
@@ -390,8 +392,13 @@ def choose_config(
     return config.fit_rows(layer.group, max(max_query_len, 1))
 
 
-def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int) -> int:
-    """Return programs per tile so that those of all tiles fill the device; 0 and 1 = one."""
+def _choose_splits(
+    layer: PrefillLayer, max_query_len: int, num_tokens: int
+) -> tuple[int, Division]:
+    """Return programs per tile so that those of all tiles fill the device, and the division.
+
+    0 and 1 = one program.
+    """
     layout = layer.layout
     tile_queries = choose_config(layer, max_query_len).tile_rows // layer.group
     # Streaming heads have few keys beside long contexts: their programs do not count.
@@ -399,9 +406,10 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
     fewest = max(num_tokens // tile_queries, 1) * num_heads
     num_sms = device_info(layout.head_base.device).num_sms
     num_splits = min(num_sms // fewest, MAX_SPLITS)  # of warp groups: their programs are larger
-    if _division(layer, max_query_len, num_splits) != "merged":
-        num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
-    return num_splits
+    if _division(layer, max_query_len, num_splits) == "merged":
+        return num_splits, "merged"
+    num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
+    return num_splits, "keys" if num_splits > 1 else "tiles"
 
 
 def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Division:
@@ -411,6 +419,11 @@ def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Divis
     if is_many and choose_kernel(layer, max_query_len, "merged") is not None:
         return "merged"
     return "keys" if num_splits > 1 else "tiles"
+
+
+def _in_layer(division: Division, layer: PrefillLayer) -> Division:
+    """Return how a layer's launches are divided with splits that may be of another layer."""
+    return "keys" if division == "merged" and layer.layout.has_window else division
 
 
 class LaunchChoice(NamedTuple):
@@ -432,10 +445,10 @@ def choose_launch(
 
     The launch's splits are those that ``PrefillSplits.allocate`` makes for ``split_layer``.
     """
-    num_splits = _choose_num_splits(split_layer, max_query_len, num_tokens)
-    division = _division(split_layer, max_query_len, num_splits)
+    num_splits, division = _choose_splits(split_layer, max_query_len, num_tokens)
     if division == "tiles" and _has_queue(split_layer):
         division = "queue"
+    division = _in_layer(division, layer)
     kernel = choose_kernel(layer, max_query_len, division)
     merges = kernel is not None and division == "merged"
     return LaunchChoice(
@@ -517,7 +530,7 @@ def kernel_for(
     )
     if INTERPRET or not can_copy:
         return None
-    return choose_kernel(layer, max_query_len, division_of(splits, q))
+    return choose_kernel(layer, max_query_len, _in_layer(division_of(splits, q), layer))
 
 
 def division_of(splits: PrefillSplits | None, q: torch.Tensor) -> Division:

@@ -298,13 +298,15 @@ def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | N
     """Launch the kernel; programs share tiles if there are ``splits``."""
     num_programs, num_heads = call.num_pairs, call.heads[1]
     parts: tuple[object, ...] = (None, None, None, None, 0, 0)
+    # With a window the last program merges, whichever layer the splits were made for.
+    counts = None if splits is None or call.layout.has_window else splits.counts
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         if call.has_window and len(call.layout.full_heads):
             # Beside long contexts of full heads, the programs of streaming heads end at once.
             num_sharing = num_sharing * num_heads // len(call.layout.full_heads)
         num_programs += num_sharing - num_heads
-        buffers = splits.states, splits.states_lse, splits.arrivals, splits.counts
+        buffers = splits.states, splits.states_lse, splits.arrivals, counts
         parts = (*buffers, splits.num_splits, num_sharing)
     tile = WARP_GROUP_TILES[call.layout.head_dim] if scales is None else hopper_fp8.TILE
     launch_kernel(
@@ -314,5 +316,5 @@ def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | N
         call.layout.num_kv_heads, *call.batch(), **call.constexprs(tile),
         MIN_TILES=MIN_SHARED_TILES if scales is None else MIN_SHARED_CODES, num_warps=4,
     )  # fmt: skip
-    if splits is not None and splits.counts is not None:
+    if splits is not None and counts is not None:
         merge_splits(call, splits)
