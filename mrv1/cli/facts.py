@@ -16,6 +16,7 @@ from mrv1.device import (
     MIN_CAPABILITY,
     DeviceInfo,
     KernelPath,
+    device_info,
     driver_version,
     fp8_path,
     kernel_path,
@@ -25,6 +26,7 @@ from mrv1.device import (
 from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
+from mrv1.kernels.attention.prefill.choice import WARP_GROUP_CAPABILITY
 from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
@@ -101,7 +103,7 @@ def collect() -> Facts:
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
         device=device,
         path=PATHS[path] if path else "none",
-        used_for=used_for(path) | fp8_use(resolved),
+        used_for=used_for(path) | prefill_use(resolved) | fp8_use(resolved),
         embedded_model=embedded,
         environment=environment(),
         warnings=warnings,
@@ -116,6 +118,16 @@ def used_for(path: KernelPath | None) -> dict[str, str]:
         "top-k and top-p": "torch",
         "matrix products": "torch" + (" (cuBLAS)" if path == "triton" else ""),
     }
+
+
+def prefill_use(device: torch.device | None) -> dict[str, str]:
+    """Return which kernels prefill attention has on a GPU."""
+    if device is None or kernel_path(device) != "triton":
+        return {}
+    if device_info(device).capability == WARP_GROUP_CAPABILITY:
+        return {"prefill attention": "Gluon (warp groups) and Triton"}
+    needed = "{}.{}".format(*WARP_GROUP_CAPABILITY)
+    return {"prefill attention": f"Triton: Gluon's warp groups need compute capability {needed}"}
 
 
 def fp8_use(device: torch.device | None) -> dict[str, str]:

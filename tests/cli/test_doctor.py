@@ -42,7 +42,8 @@ def test_json_reports_the_installed_versions_and_the_device(mrv1: Mrv1):
     resolved = resolve_device("auto")
     assert found["device"] == str(resolved)
     assert found["path"] == facts.PATHS[kernel_path(resolved)]
-    assert found["used_for"] == facts.used_for(kernel_path(resolved)) | facts.fp8_use(resolved)
+    parts = facts.used_for(kernel_path(resolved)) | facts.fp8_use(resolved)
+    assert found["used_for"] == parts | facts.prefill_use(resolved)
     assert found["embedded_model"]["present"]
     assert found["embedded_model"]["weights_bytes"] > 2**20
     assert len(found["gpus"]) == torch.cuda.device_count()
@@ -62,6 +63,21 @@ def test_the_fp8_conversion_is_reported_with_its_reason(
     monkeypatch.setattr(facts, "fp8_path", lambda _: choice)
     assert facts.fp8_use(torch.device("cuda", 0)) == {"FP8 conversion": said}
     assert facts.fp8_use(None) == {}
+
+
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        ((9, 0), "Gluon (warp groups) and Triton"),
+        ((10, 0), "Triton: Gluon's warp groups need compute capability 9.0"),
+        ((12, 0), "Triton: Gluon's warp groups need compute capability 9.0"),
+    ],
+)
+def test_the_kernels_of_prefill_are_reported(monkeypatch: pytest.MonkeyPatch, capability, said):
+    monkeypatch.setattr(facts, "kernel_path", lambda _: "triton")
+    monkeypatch.setattr(facts, "device_info", lambda _: _gpu(capability))
+    assert facts.prefill_use(torch.device("cuda", 0)) == {"prefill attention": said}
+    assert facts.prefill_use(None) == {}
 
 
 def test_the_report_fits_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):
