@@ -349,10 +349,9 @@ class PrefillSplits:
         num_tiles = num_tokens // tile_queries + num_reqs
         if num_splits is None:
             num_programs = PROGRAMS_PER_SM * device_info(device).num_sms
-            num_splits, division = _choose_splits(layer, max_query_len, num_tokens)
+            num_splits = _choose_num_splits(layer, max_query_len, num_tokens)
         else:
             num_programs = num_splits * num_tiles * layout.num_kv_heads
-            division = _division(layer, max_query_len, num_splits)
         if num_tokens == 0 or (num_splits < 2 and not _has_queue(layer)):
             return None
         if num_splits < 2:
@@ -363,7 +362,8 @@ class PrefillSplits:
             )  # fmt: skip
         shape = (num_splits, num_tokens, num_q_heads)
         num_pairs = num_tiles * layout.num_kv_heads
-        num_counts = num_tokens * layout.num_kv_heads if division == "merged" else 0
+        is_merged = _division(layer, max_query_len, num_splits) == "merged"
+        num_counts = num_tokens * layout.num_kv_heads if is_merged else 0
         # Counts begin at 16 bytes: kernels are compiled for the alignment of their arguments.
         first_count = 4 * cdiv(num_pairs + 1, 4)
         counters = torch.zeros(first_count + num_counts, dtype=torch.int32, device=device)
@@ -392,13 +392,8 @@ def choose_config(
     return config.fit_rows(layer.group, max(max_query_len, 1))
 
 
-def _choose_splits(
-    layer: PrefillLayer, max_query_len: int, num_tokens: int
-) -> tuple[int, Division]:
-    """Return programs per tile so that those of all tiles fill the device, and the division.
-
-    0 and 1 = one program.
-    """
+def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int) -> int:
+    """Return programs per tile so that those of all tiles fill the device; 0 and 1 = one."""
     layout = layer.layout
     tile_queries = choose_config(layer, max_query_len).tile_rows // layer.group
     # Streaming heads have few keys beside long contexts: their programs do not count.
@@ -406,10 +401,9 @@ def _choose_splits(
     fewest = max(num_tokens // tile_queries, 1) * num_heads
     num_sms = device_info(layout.head_base.device).num_sms
     num_splits = min(num_sms // fewest, MAX_SPLITS)  # of warp groups: their programs are larger
-    if _division(layer, max_query_len, num_splits) == "merged":
-        return num_splits, "merged"
-    num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
-    return num_splits, "keys" if num_splits > 1 else "tiles"
+    if _division(layer, max_query_len, num_splits) != "merged":
+        num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
+    return num_splits
 
 
 def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Division:
@@ -445,7 +439,8 @@ def choose_launch(
 
     The launch's splits are those that ``PrefillSplits.allocate`` makes for ``split_layer``.
     """
-    num_splits, division = _choose_splits(split_layer, max_query_len, num_tokens)
+    num_splits = _choose_num_splits(split_layer, max_query_len, num_tokens)
+    division = _division(split_layer, max_query_len, num_splits)
     if division == "tiles" and _has_queue(split_layer):
         division = "queue"
     division = _in_layer(division, layer)
