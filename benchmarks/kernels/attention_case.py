@@ -139,15 +139,12 @@ class AttentionCase(CacheCase):
     def _read_vectors(self) -> int:
         """Vectors of the visible K and V, those of shared blocks once."""
         again = (self.cell.num_requests - 1) * self.shared * self.num_kv_heads
-        return (
-            2
-            * sum(
-                self.read_tokens(head, context)
-                for head in range(self.num_kv_heads)
-                for context in self.cell.lengths
-            )
-            - 2 * again
+        read = sum(
+            self.read_tokens(head, context)
+            for head in range(self.num_kv_heads)
+            for context in self.cell.lengths
         )
+        return 2 * (read - again)
 
     @property
     def kv_bytes(self) -> int:

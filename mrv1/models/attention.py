@@ -107,6 +107,7 @@ class KernelBackend:
         if is_mixed and device.type == "cuda" and self._beside is None:
             self._beside = torch.cuda.Stream(device)
         plans = {}
+        table = batch.block_table[:num_decodes] if self._shares_prefixes else None
         if num_decodes and kernel_path(device) != "reference":
             for cache in {id(cache.layout): cache for cache in caches}.values():
                 plans[id(cache.layout)] = plan = DecodePlan.allocate(
@@ -122,10 +123,7 @@ class KernelBackend:
                     read_early=True,  # the previous launch is the layer's qkv_cache_write
                 )
                 self._ops.plan_decode_attention(
-                    batch.seq_lens[:num_decodes],
-                    cache.layout,
-                    plan,
-                    block_table=batch.block_table[:num_decodes],
+                    batch.seq_lens[:num_decodes], cache.layout, plan, block_table=table
                 )
         starts = batch.query_start_loc[num_decodes:] - num_decodes if is_mixed else None
         self._planned = _Planned(
