@@ -22,6 +22,7 @@ from tests.forks import Forks
 torch.set_num_threads(1)
 
 HAS_GPU = torch.cuda.is_available() and not INTERPRET
+NUM_GPUS = torch.cuda.device_count() if HAS_GPU else 0
 NO_GPU = "not run: no GPU"
 if HAS_GPU:  # each engine of a test has its own few kernels: a process for them takes longer
     os.environ.setdefault("MRV1_COMPILE_PROCESSES", "0")
@@ -39,11 +40,20 @@ settings.load_profile("dev")
 
 
 def _not_run_reason(
-    marks: set[str], *, interpreting: bool = INTERPRET, has_gpu: bool = HAS_GPU
+    marks: set[str],
+    *,
+    interpreting: bool = INTERPRET,
+    has_gpu: bool = HAS_GPU,
+    missing_gpus: int = 0,
 ) -> str | None:
-    """Return why a test with these marks cannot run in this process, or None if it can."""
+    """Return why a test with these marks cannot run in this process, or None if it can.
+
+    ``missing_gpus`` are those that ``multi_gpu`` asks for and the machine lacks.
+    """
     if interpreting:
         return None if "interp" in marks else "not run: TRITON_INTERPRET=1 is set"
+    if missing_gpus > 0:
+        return f"not run: {missing_gpus} GPUs too few"
     if "gpu" in marks and has_gpu:
         return None
     if "interp" in marks:
@@ -64,7 +74,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{path}: `make` finds interpreted tests by the word interp")
     gpu_lane_in_vain = config.option.markexpr.startswith("gpu") and not HAS_GPU
     for item in items:
-        reason = _not_run_reason({mark.name for mark in item.iter_markers()})
+        several = item.get_closest_marker("multi_gpu")
+        reason = _not_run_reason(
+            {mark.name for mark in item.iter_markers()},
+            missing_gpus=several.args[0] - NUM_GPUS if several else 0,
+        )
         if gpu_lane_in_vain:
             reason = NO_GPU  # a test that also runs on a CPU must not pass for a GPU run
         if reason is not None:

@@ -237,6 +237,13 @@ def test_a_test_runs_only_in_its_lane(marks, interpreting, has_gpu, reason):
     assert _not_run_reason(marks, interpreting=interpreting, has_gpu=has_gpu) == reason
 
 
+def test_a_test_of_several_gpus_runs_where_all_are():
+    for missing, reason in ((-2, None), (0, None), (1, "not run: 1 GPUs too few")):
+        marks = {"multi_gpu"}
+        got = _not_run_reason(marks, interpreting=False, has_gpu=True, missing_gpus=missing)
+        assert got == reason
+
+
 LANE = """
 import pytest
 

@@ -14,7 +14,8 @@ import torch
 
 from mrv1 import EngineConfig, HeadPolicy, ModelRunner
 from mrv1.models import ParallelContext
-from mrv1.runner.ranks import PeerError, make_call
+from mrv1.runner.ranks.child import make_call
+from mrv1.runner.ranks.failure import PeerError
 
 Result = TypeVar("Result")
 
@@ -66,7 +67,7 @@ def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[R
 
 
 class ThreadRanks:
-    """Stands in for ``mrv1.runner.ranks.Ranks``; what is sent is pickled as for a process."""
+    """Stands in for ``processes.Ranks``; what is sent is pickled as for a process."""
 
     def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
         size = config.tensor_parallel_size

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams, StepError
 from mrv1.engine.core import EngineCore
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner import ranks
+from mrv1.runner.ranks import parallel_runner, processes
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
@@ -81,7 +81,7 @@ def cores(checkpoint):
     def of(case: str, size: int) -> tuple[EngineCore, EngineCore]:
         if (case, size) not in made:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(ranks, "Ranks", ThreadRanks)
+                patch.setattr(parallel_runner, "Ranks", ThreadRanks)
                 one, several = (make_core(checkpoint, each, **CASES[case]) for each in (1, size))
             made[case, size] = one, several
         return made[case, size]
@@ -217,7 +217,7 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
 
 
 def test_a_gpu_is_refused(checkpoint, monkeypatch):
-    monkeypatch.setattr(ranks, "resolve_device", lambda name: torch.device("cuda:0"))
+    monkeypatch.setattr(parallel_runner, "resolve_device", lambda name: torch.device("cuda:0"))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 1 on cuda:0, got 2;"):
         LLM(str(checkpoint), tensor_parallel_size=2)
 
@@ -261,9 +261,9 @@ def check_without_ranks(llm: LLM) -> None:
 
 
 def test_a_send_to_a_rank_that_reads_nothing_fails_after_a_while(monkeypatch):
-    monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 1.0)
     ours, theirs = torch.multiprocessing.get_context("spawn").Pipe()
-    ranks._limit_sends(ours)
+    processes.limit_sends(ours)
     start = time.monotonic()
     with pytest.raises(OSError, match=r"temporarily unavailable|timed out"):
         ours.send_bytes(bytes(1 << 24))
@@ -306,7 +306,7 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
         (member,) = llm.engine.runner._ranks._members
         with socket.socket(fileno=os.dup(member.connection.fileno())) as end:
             limit = end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16)
-        assert struct.unpack("ll", limit) == (ranks.TIMEOUT_SECONDS, 0)
+        assert struct.unpack("ll", limit) == (processes.TIMEOUT_SECONDS, 0)
         in_forked_child(lambda: check_without_ranks(llm))
         assert generated(llm) == expected
         stream = llm.stream({"prompt_token_ids": PROMPT}, GREEDY)
@@ -318,23 +318,23 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
         assert caught.value.device_lost
         with pytest.raises(StepError, match=r"the ranks have ended .*SIGKILL.*make a new engine"):
             generated(llm)
-        assert time.monotonic() - start < ranks.TIMEOUT_SECONDS
+        assert time.monotonic() - start < processes.TIMEOUT_SECONDS
     assert not is_alive(pid)
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):
     """Rank 1 is stopped before it has imported anything; rank 0 loads nothing."""
-    pids, start = [], ranks.Ranks
+    pids, start = [], processes.Ranks
 
     def stopping(*args):
         started = start(*args)
         pids.extend(member.process.pid for member in started._members)
         os.kill(pids[0], signal.SIGSTOP)
-        monkeypatch.setattr(ranks.ModelRunner, "__init__", lambda *args, **kwargs: None)
+        monkeypatch.setattr(parallel_runner.ModelRunner, "__init__", lambda *args, **kwargs: None)
         return started
 
-    monkeypatch.setattr(ranks, "START_SECONDS", 0.1)
-    monkeypatch.setattr(ranks, "Ranks", stopping)
+    monkeypatch.setattr(processes, "START_SECONDS", 0.1)
+    monkeypatch.setattr(parallel_runner, "Ranks", stopping)
     with pytest.raises(RuntimeError, match=r"rank 1: not ready within 0\.1 s after rank 0"):
         make_llm(checkpoint)
     assert not is_alive(pids[0])
@@ -342,7 +342,7 @@ def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):
 
 @pytest.mark.full
 def test_a_rank_that_hangs_ends_the_engine(checkpoint, monkeypatch):
-    monkeypatch.setattr(ranks, "TIMEOUT_SECONDS", 4.0)
+    monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 4.0)
     with make_llm(checkpoint) as llm:
         (pid,) = pids_of(llm)
         generated(llm)
@@ -374,15 +374,15 @@ def test_an_error_of_a_rank_at_the_start_is_raised(checkpoint, monkeypatch):
     """Rank 1 finds a checkpoint that rank 0 has read before it was damaged."""
     weights = checkpoint / "model.safetensors"
     content = weights.read_bytes()
-    start = ranks.Ranks
+    start = processes.Ranks
 
     def damaging(*args):
         started = start(*args)
-        monkeypatch.setattr(ranks.ModelRunner, "__init__", lambda *args, **kwargs: None)
+        monkeypatch.setattr(parallel_runner.ModelRunner, "__init__", lambda *args, **kwargs: None)
         weights.write_bytes(content[:100])
         return started
 
-    monkeypatch.setattr(ranks, "Ranks", damaging)
+    monkeypatch.setattr(parallel_runner, "Ranks", damaging)
     try:
         with pytest.raises(ConfigError, match=r"rank 1: checkpoint .*model\.safetensors"):
             make_llm(checkpoint)

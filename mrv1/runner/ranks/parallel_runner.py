@@ -1,0 +1,207 @@
+"""Rank 0's runner of a model that is spread over several processes of one host.
+
+Rank 0, the process of the engine, sends the calls of its runner to the others. All compute the
+same logits from the parts that they gather, and draw the same tokens. A rank that fails, dies or
+does not answer ends them all: the others are at another point of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, replace
+from typing import NoReturn, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.device import resolve_device
+from mrv1.errors import ConfigError, RequestError, StepError
+from mrv1.headwise import HeadPolicy
+from mrv1.models import DecoderModel, ModelConfig, NamedTensors
+from mrv1.multimodal import MultimodalItem
+from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.kv_listener import KVListener
+from mrv1.runner.model_runner import FORKED, ModelRunner
+from mrv1.runner.ranks.failure import PeerError
+from mrv1.runner.ranks.groups import Gloo
+from mrv1.runner.ranks.processes import TIMEOUT_SECONDS, Ranks
+from mrv1.runner.step import SlotRequest, StepPlan
+from mrv1.sampler import LogitsProcessor, SamplingParams
+
+PARAMS = fields(SamplingParams)
+
+Result = TypeVar("Result")
+
+
+def _sendable(plan: StepPlan) -> StepPlan:
+    """Return a plan that every rank can unpickle: without grammars; masks come in ``sample``."""
+    if all(
+        type(each.sampling_params) is SamplingParams
+        and each.sampling_params.structured_output is None
+        for each in plan.entering
+    ):
+        return plan
+
+    def stripped(request: SlotRequest) -> SlotRequest:
+        values = {each.name: getattr(request.sampling_params, each.name) for each in PARAMS}
+        params = SamplingParams(**values | {"structured_output": None})
+        return replace(request, sampling_params=params)
+
+    return replace(
+        plan, new=tuple(map(stripped, plan.new)), resumed=tuple(map(stripped, plan.resumed))
+    )
+
+
+class ParallelRunner(ModelRunner):
+    """Rank 0 of a runner that is spread over ``config.tensor_parallel_size`` processes.
+
+    Its reports are of rank 0. Once a call has failed on any rank, or was interrupted, no rank runs
+    any more, and every step fails with the first rank's error.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model: DecoderModel | None = None,
+        head_policy: HeadPolicy | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
+        progress: bool = True,
+    ) -> None:
+        """Start the ranks, load the model's parts and allocate the KV cache on each.
+
+        Arguments and errors are those of ``ModelRunner``; ConfigError also if an option does not
+        work with several ranks, or the model cannot be divided among them.
+        """
+        size = config.tensor_parallel_size
+        for name, given in (("model", model), ("logits_processors", logits_processors)):
+            if given:
+                raise ConfigError(
+                    f"{name}: expected none with tensor_parallel_size={size}, got one"
+                )
+        device = resolve_device(config.device)
+        if device.type != "cpu":
+            raise ConfigError(
+                f"tensor_parallel_size: expected 1 on {device}, got {size}; several ranks run on "
+                "device='cpu' only so far"
+            )
+        config = replace(config, model=str(checkpoint_dir(config.model, progress=progress)))
+        Gloo(0, size, TIMEOUT_SECONDS).context.shard(ModelConfig.from_pretrained(config.model))
+        self._ended: str | None = None
+        """Why no rank runs any more; None = all run."""
+        self._ranks = Ranks(config, head_policy)
+        try:
+            super().__init__(
+                config,
+                head_policy=head_policy,
+                parallel=self._ranks.context,
+                allocates=False,
+                progress=progress,
+            )
+            self._ranks.connect()
+            self._start_clock.lap("ranks")
+            self.allocate_kv_cache(progress=progress)
+            self._ranks.await_ready()
+        except PeerError as error:
+            cause = self._ranks.cause(error)
+            self._ranks.stop(0.0)
+            raise RuntimeError(f"tensor_parallel_size: {cause}") from error
+        except BaseException:
+            self._ranks.stop(0.0)
+            raise
+
+    def execute(self, plan: StepPlan) -> AsyncOutput:
+        """Launch one step on every rank; see ``ModelRunner.execute``."""
+        return self._on_all_ranks(plan, super().execute, _sendable(plan))
+
+    def forward(self, plan: StepPlan) -> None:
+        """Launch one step up to the last layer on every rank; see ``ModelRunner.forward``."""
+        self._on_all_ranks(plan, super().forward, _sendable(plan))
+
+    def sample(
+        self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
+    ) -> AsyncOutput:
+        """Launch the sampling of the step of ``forward``; see ``ModelRunner.sample``."""
+        if self._pending is None:
+            return super().sample(bitmask, rows)
+        return self._on_all_ranks(self._pending.plan, super().sample, bitmask, rows)
+
+    def _on_all_ranks(self, plan: StepPlan, call: Callable[..., Result], *args: object) -> Result:
+        """Have every rank make a call of the step ``plan``, and return this rank's result."""
+        cause = None
+        if self._ended is None:
+            self.check_usable()
+            try:
+                self._ranks.send(call.__name__, *args)
+                return call(*args)
+            except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
+                self._end(error)
+                if not isinstance(error, Exception):
+                    raise
+                cause = error
+        raise StepError(
+            f"tensor_parallel_size: {self._ended}",
+            step_id=plan.step_id,
+            req_ids=plan.req_ids,
+            device_lost=True,
+        ) from cause
+
+    def _end(self, error: BaseException) -> None:
+        """End all ranks after a call that failed on one."""
+        is_interrupt = not isinstance(error, Exception)
+        self._ended = f"rank 0: {error!r}" if is_interrupt else self._ranks.cause(error)
+        self._unusable = f"tensor_parallel_size: {self._ended}; make a new engine"
+        self._ranks.stop(0.0)
+
+    def discard(self) -> None:
+        """Give up a step on every rank; see ``ModelRunner.discard``."""
+        if self._ended is None and not self._closed:
+            try:
+                self._ranks.send("discard")
+            except BaseException as error:
+                self._end(error)
+                if not isinstance(error, Exception):
+                    raise
+        super().discard()
+
+    def after_fork(self) -> None:
+        """Refuse to run in this process, a forked child, which has no ranks."""
+        self._ended = self._unusable = FORKED
+
+    def prepared(self, item: MultimodalItem) -> MultimodalItem:
+        """Refuse an item: only a single rank takes features."""
+        raise RequestError(f"multimodal: expected no items with {self._option}, got some")
+
+    def set_kv_listener(self, listener: KVListener | None) -> None:
+        """Refuse a listener, which would see the keys and values of rank 0 alone."""
+        if listener is not None:
+            self._refuse("set_kv_listener")
+
+    def sleep(self, level: int = 1) -> None:
+        """Refuse to sleep."""
+        self._refuse("sleep")
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Refuse to wake up."""
+        self._refuse("wake_up")
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
+        """Refuse new weights."""
+        self._refuse("update_weights")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise ConfigError(f"{call}: expected tensor_parallel_size=1, got {self._option}")
+
+    @property
+    def _option(self) -> str:
+        return f"tensor_parallel_size={self.config.tensor_parallel_size}"
+
+    def describe(self) -> str:
+        """Return one line about rank 0: as ``ModelRunner.describe``, and the number of ranks."""
+        return f"{super().describe()}, rank 0 of {self.config.tensor_parallel_size} over gloo"
+
+    def close(self) -> None:
+        """End the other ranks and free this one's memory; the runner cannot be used afterwards."""
+        self._ranks.stop()
+        super().close()
