@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from mrv1 import EngineConfig, HeadPolicy, ModelRunner
+from mrv1.kernels._base.peers import PeerBuffer
 from mrv1.models import ParallelContext
 from mrv1.runner.ranks.child import make_call
 from mrv1.runner.ranks.failure import PeerError
@@ -27,19 +28,30 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_SECONDS)
+        self.aborted = torch.zeros(1, dtype=torch.int32)
+        """What waiting ops look at; see ``PeerMemory.abort``."""
         self._given: list[torch.Tensor | None] = [None] * size
         self.contexts = [
             ParallelContext(
                 rank=rank,
                 size=size,
-                all_reduce=lambda tensor, rank=rank: sum(self._exchange(rank, tensor)),
-                all_gather=lambda tensor, rank=rank: torch.cat(self._exchange(rank, tensor), -1),
+                all_reduce=lambda tensor, rank=rank: sum(self.exchange(rank, tensor.clone())),
+                all_gather=lambda tensor, rank=rank: torch.cat(
+                    self.exchange(rank, tensor.clone()), -1
+                ),
+                peers=ThreadPeers(self, rank, size),
             )
             for rank in range(size)
         ]
 
-    def _exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = tensor.clone()
+    def abort(self) -> None:
+        """End the waits of all threads, now and later, with an error."""
+        self.aborted.fill_(1)
+        self.barrier.abort()
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Give a tensor, and return those of all ranks."""
+        self._given[rank] = tensor
         try:
             self.barrier.wait()
             taken = [*self._given]
@@ -47,6 +59,18 @@ class Meeting:
         except threading.BrokenBarrierError as error:
             raise PeerError("another thread has ended") from error
         return taken
+
+
+class ThreadPeers:
+    """``PeerMemory`` of one thread: all ranks have the same address space."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+        self.rank, self.size, self.abort = rank, size, meeting.aborted
+        self._meeting = meeting
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> PeerBuffer:
+        own = torch.zeros(shape, dtype=dtype)
+        return PeerBuffer(self.rank, tuple(self._meeting.exchange(self.rank, own)))
 
 
 def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[Result]:
@@ -59,7 +83,7 @@ def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[R
         try:
             return function(context)
         except BaseException:
-            meeting.barrier.abort()
+            meeting.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
@@ -96,7 +120,7 @@ class ThreadRanks:
                 make_call(runner, name, *args)
         except BaseException as error:
             self._errors.append(error)
-            self._meeting.barrier.abort()
+            self._meeting.abort()
             self._started.release()
 
     @property
@@ -122,6 +146,6 @@ class ThreadRanks:
         for calls in self._calls:
             calls.put(None)
         if seconds == 0.0:
-            self._meeting.barrier.abort()
+            self._meeting.abort()
         for thread in self._threads:
             thread.join(TIMEOUT_SECONDS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.kernels._base.peers import PeerMemory
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems
 
@@ -36,6 +37,9 @@ class ParallelContext:
     (attention output, MLP down)."""
     all_gather: Collective = _identity
     """Concatenation over ranks along the last dimension; follows the vocabulary-parallel head."""
+    peers: PeerMemory | None = None
+    """Memory that kernels of all ranks read and write; None = the ranks have the collectives
+    alone."""
 
     @property
     def sums_partials(self) -> bool:
@@ -51,6 +55,12 @@ class ParallelContext:
         if self.size > 1 and _identity in (self.all_reduce, self.all_gather):
             raise ConfigError(
                 f"all_reduce, all_gather: expected collectives of {self.size} ranks, got none"
+            )
+        peers = self.peers
+        if peers is not None and (peers.rank, peers.size) != (self.rank, self.size):
+            raise ConfigError(
+                f"peers: expected memory of rank {self.rank} of {self.size}, got rank "
+                f"{peers.rank} of {peers.size}"
             )
 
     def shard(self, config: ModelConfig) -> ModelConfig:
