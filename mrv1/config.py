@@ -39,6 +39,7 @@ else:
 KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
+LoadFormatName = Literal["auto", "dummy"]
 AttentionBackendName = Literal["triton", "flashinfer"]
 SchedulingPolicyName = Literal["fcfs", "priority"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
@@ -231,6 +232,11 @@ class EngineConfig:
     """Type of weights and activations, by name or as a torch dtype; ``auto`` is the checkpoint's
     own on a GPU and float32 on a CPU. ``half`` is float16, ``float`` float32. float64 runs on a
     CPU only."""
+    load_format: LoadFormatName = "auto"
+    """``auto``: the weights in the checkpoint's files. ``dummy``: made-up weights, to measure a
+    model; of the checkpoint's directory only ``config.json`` is needed. Each value is made on the
+    device, the same with any ``tensor_parallel_size``; not with a GGUF file or
+    ``kv_scale="head"``."""
     device: Annotated[str, texts("'auto', 'cpu', 'cuda' or 'cuda:N'")] = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     tensor_parallel_size: Count = 1
@@ -402,6 +408,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_scale: expected kv_cache_dtype='fp8_e4m3' with {self.kv_scale!r}, "
                 "got 'auto', a cache without scales"
+            )
+        if self.load_format == "dummy" and self.kv_scale == "head":
+            raise ConfigError(
+                "load_format, kv_scale: expected not both, got 'dummy', which reads no tensors, "
+                "and 'head', whose scales are the checkpoint's"
             )
         if self.kv_scale == "quarter" and self.deterministic:
             raise ConfigError(

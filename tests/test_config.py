@@ -312,7 +312,7 @@ def is_valid(name: str, value: object) -> bool:
     text = str.__str__(value)
     if name == "vision_device":
         return text in ("auto", "cpu")
-    if name in ("dtype", "kv_cache_dtype"):
+    if name in ("dtype", "kv_cache_dtype", "load_format"):
         return text == "auto"
     return kind.startswith("str") and (text != "" or name == "head_policy")
 

@@ -14,13 +14,14 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from mrv1.config import Dtype, dtype_name
+from mrv1.config import Dtype, LoadFormatName, dtype_name
 from mrv1.device import kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import Ops, select_ops
-from mrv1.models.checkpoint import Checkpoint, Scan
+from mrv1.models.checkpoint import Checkpoint, GGUFCheckpoint, Scan
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
+from mrv1.models.dummy import dummy_weights
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
@@ -46,6 +47,7 @@ def load_model(
     progress: bool = True,
     parallel: ParallelContext | None = None,
     deterministic: bool = False,
+    load_format: LoadFormatName = "auto",
 ) -> DecoderModel:
     """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
@@ -61,17 +63,27 @@ def load_model(
         progress: whether to show a progress bar if stderr is a terminal.
         parallel: as in ``DecoderModel``.
         deterministic: as in ``DecoderModel``.
+        load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
-            misshaped, quantized or unreadable; one message lists everything found.
+            misshaped, quantized or unreadable; one message lists everything found. Or ``dummy``
+            weights of a GGUF file.
     """
     checkpoint = Checkpoint.open(path)
     config = ModelConfig.from_pretrained(checkpoint.path)
     parallel = parallel or ParallelContext()
-    weights = load_weights(
-        checkpoint, config, device=device, dtype=dtype, progress=progress, parallel=parallel
-    )
+    if load_format == "dummy":
+        if isinstance(checkpoint, GGUFCheckpoint):
+            raise ConfigError(
+                "load_format: expected 'auto' with a GGUF file, got 'dummy', which makes up the "
+                "weights of a config.json"
+            )
+        weights = dummy_weights(config, device=device, dtype=dtype, parallel=parallel)
+    else:
+        weights = load_weights(
+            checkpoint, config, device=device, dtype=dtype, progress=progress, parallel=parallel
+        )
     own = parallel.shard(config)
     return DecoderModel(own, weights, ops, parallel=parallel, deterministic=deterministic)
 

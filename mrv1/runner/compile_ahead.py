@@ -53,7 +53,7 @@ _MEMORY_BYTES = 80 << 30
 IRRELEVANT = (
     "model", "device", "gpu_memory_utilization", "num_kv_blocks", "kv_cache_memory_bytes",
     "head_policy", "streaming_cache_blocks", "enable_prefix_caching", "vision_device",
-    "generation_config", "seed", "compile_processes", "max_mixed_prefill_tokens",
+    "generation_config", "seed", "compile_processes", "max_mixed_prefill_tokens", "load_format",
 )  # fmt: skip
 """Options that change no kernel; the policy itself counts instead of ``head_policy``."""
 

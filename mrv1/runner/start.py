@@ -113,6 +113,7 @@ def build_parts(
             progress=progress,
             parallel=parallel,
             deterministic=config.deterministic,
+            load_format=config.load_format,
         )
         clock.lap("weights")
     clock.lap("kernels")

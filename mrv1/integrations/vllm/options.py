@@ -43,6 +43,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
     name = str(model.model) if model.revision is None else f"{model.model}@{model.revision}"
     return EngineConfig(
         model=name,
+        load_format="dummy" if vllm_config.load_config.load_format == "dummy" else "auto",
         dtype=model.dtype,
         device=str(device),
         kv_cache_dtype=KV_CACHE_DTYPES[cache.cache_dtype],

@@ -28,7 +28,7 @@ from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.requests import Requests, Step
 from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
 from mrv1.integrations.vllm.versions import interface, resolve
-from mrv1.models import Checkpoint, DecoderModel, ModelConfig, random_model
+from mrv1.models import Checkpoint, DecoderModel
 from mrv1.runner import AsyncOutput, ModelRunner
 
 if TYPE_CHECKING:
@@ -111,14 +111,13 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._engine_config = config
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Load the weights; ``load_format="dummy"`` or ``load_dummy_weights`` makes random ones.
+        """Load the weights; ``load_format="dummy"`` or ``load_dummy_weights`` makes them up.
 
         ConfigError: mrv1 does not have the architecture, or the checkpoint is wrong.
         """
-        model = None
-        if load_dummy_weights or self.vllm_config.load_config.load_format == "dummy":
-            model = self._random_model()
-        runner = ModelRunner(self._engine_config, model=model, allocates=False, progress=False)
+        if load_dummy_weights:
+            self._engine_config = replace(self._engine_config, load_format="dummy")
+        runner = ModelRunner(self._engine_config, allocates=False, progress=False)
         eos = runner.model_config.eos_token_ids
         if len(eos) > MAX_EOS_TOKENS:
             raise ConfigError(
@@ -127,17 +126,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._loaded = runner
         config = self._engine_config
         self._requests = Requests(config.max_num_seqs, runner.max_model_len, config.seed)
-
-    def _random_model(self) -> DecoderModel:
-        """Return the checkpoint's model without its weights: only ``config.json`` is read."""
-        config = self._engine_config
-        return random_model(
-            ModelConfig.from_pretrained(config.model, generation_config=None),
-            config.dtype,
-            self.device,
-            seed=config.seed,
-            deterministic=config.deterministic,
-        )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return full attention for every layer: mrv1's one group of blocks keeps every token."""
