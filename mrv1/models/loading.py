@@ -134,7 +134,9 @@ def load_weights(
     places = checkpoint_tensors(own, weights)
     stored = {name: scan.tensors[name] for name in places}
     parts = {
-        name: parallel.part(stored[name].shape, place.shape)
+        name: (parallel.vocab_part(config.vocab_size),)
+        if name in (HEAD, EMBED)
+        else parallel.part(stored[name].shape, place.shape)
         for name, place in places.items()
         if place.shape != stored[name].shape
     }

@@ -13,6 +13,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels._base.peers import PeerMemory
+from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems
 
@@ -102,19 +103,30 @@ class ParallelContext:
         )
 
     def vocab_rows(self, vocab_size: int) -> int:
-        """Return the rows of a rank's embedding and head; the last rank's may end with padding."""
-        return -(-vocab_size // self.size)
+        """Return the rows of a rank's embedding and head: whole groups of the sampler's.
+
+        The last ranks' may end with padding, or be padding alone. One rank has no padding.
+        """
+        if self.size == 1:
+            return vocab_size
+        group = group_size(vocab_size)
+        return -(-vocab_size // (group * self.size)) * group
+
+    def vocab_part(self, vocab_size: int) -> slice:
+        """Return the token ids of a rank's embedding and head; they may be none."""
+        own = self.vocab_rows(vocab_size)
+        return slice(*(min(rank * own, vocab_size) for rank in (self.rank, self.rank + 1)))
 
     def part(self, whole: Sequence[int], own: Sequence[int]) -> tuple[slice, ...]:
         """Return where a rank's part, of shape ``own``, is in a tensor of shape ``whole``.
 
-        With fewer parts than ranks, neighbours have the same one. A last part may be padded.
+        With fewer parts than ranks, neighbours have the same one. Embedding and head are divided
+        by ``vocab_part`` instead.
         """
 
         def cut(num_all: int, num_own: int) -> slice:
-            num_parts = -(-num_all // num_own)
-            first = self.rank * num_parts // self.size * num_own
-            return slice(first, min(first + num_own, num_all))
+            first = self.rank * (num_all // num_own) // self.size * num_own
+            return slice(first, first + num_own)
 
         return tuple(cut(*sizes) for sizes in zip(whole, own, strict=True))
 

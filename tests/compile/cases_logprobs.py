@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.contracts import group_size
+from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.logprobs import TopLogprobsConfig, _top_logprobs_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels.sampling.contracts import group_size
 from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.filters import FILTERS
-from mrv1.kernels.sampling.groups import group_size, group_sums_kernel
+from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
 from mrv1.testing.aot import AotCase, Target, pointer
 

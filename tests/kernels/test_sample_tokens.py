@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.kernels import reference
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.sampling.contracts import MAX_GROUPS, group_size
 from mrv1.kernels.sampling.filters import FILTERS as STORED
 from mrv1.kernels.sampling.filters import Filters
-from mrv1.kernels.sampling.groups import MAX_GROUPS, group_size
 from mrv1.kernels.sampling.philox import gumbel, philox_word
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
 from tests.kernels.elementwise import DTYPES, in_a_wider_row, normal, tiles

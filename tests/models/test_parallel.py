@@ -14,7 +14,9 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, Visible
 from mrv1.kernels.registry import select_ops
+from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models import ModelConfig, ParallelContext, load_model
+from mrv1.models.loading import EMBED, HEAD
 from mrv1.models.weights import checkpoint_tensors
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import FAMILIES, random_model, tiny_checkpoint, tiny_config
@@ -87,7 +89,28 @@ def test_ranks_together_have_each_weight_once(tmp_path):
         else:
             has_columns = name.endswith(("o_proj.weight", "down_proj.weight"))
             joined = torch.cat(parts, dim=1 if has_columns else 0)
+        if name in (EMBED, HEAD):
+            joined, padding = joined.tensor_split([len(tensor)])
+            assert len(padding) == 4 * 128 - len(tensor)
+            assert not padding.any()
         assert torch.equal(joined, tensor), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("vocab", [15, 160, 512, 1000, 151_936, 524_289])
+def test_a_vocabulary_is_divided_into_whole_groups(size, vocab):
+    """Every id belongs to one rank, whose first id begins a group; the last may have none."""
+    contexts = [
+        ParallelContext(rank=rank, size=size, all_reduce=torch.clone, all_gather=torch.clone)
+        for rank in range(size)
+    ]
+    parts = [context.vocab_part(vocab) for context in contexts]
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(vocab))
+    for rank, (context, part) in enumerate(zip(contexts, parts, strict=True)):
+        rows = context.vocab_rows(vocab)
+        assert part.start in (rank * rows, vocab)
+        assert part.stop - part.start <= rows < vocab / size + group_size(vocab)
+        assert size == 1 or rows % group_size(vocab) == 0
 
 
 @pytest.mark.parametrize(

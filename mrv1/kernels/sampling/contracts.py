@@ -21,8 +21,19 @@ PENALTIES = 8
 MAX_PARTS = 256
 """Columns of ``counted``: most programs that share the vocabulary of a request."""
 
+MAX_GROUPS = 4096
+"""Most groups of a row: a program of a draw's second launch holds all of them at once."""
+
 MAX_LOGPROBS_VOCAB_SIZE = 1 << 20
 """Most token ids of a row: a program holds the maxima of all groups of a row at once."""
+
+
+def group_size(vocab_size: int) -> int:
+    """Return the number of consecutive token ids in a group: 128, beyond 524,288 ids more."""
+    size = 128
+    while size * MAX_GROUPS < vocab_size:
+        size *= 2
+    return size
 
 
 class TopLogprobs(NamedTuple):

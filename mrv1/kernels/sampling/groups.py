@@ -10,20 +10,10 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
-
-MAX_GROUPS = 4096
-"""Most groups of a row: a program of the second launch holds all of them at once."""
+from mrv1.kernels.sampling.contracts import group_size
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
-
-
-def group_size(vocab_size: int) -> int:
-    """Return the number of consecutive token ids in a group: 128, beyond 524,288 ids more."""
-    size = 128
-    while size * MAX_GROUPS < vocab_size:
-        size *= 2
-    return size
 
 
 def padded_groups(vocab_size: int) -> int:

@@ -26,8 +26,8 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs
-from mrv1.kernels.sampling.groups import group_size, padded_groups, sum_groups
+from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs, group_size
+from mrv1.kernels.sampling.groups import padded_groups, sum_groups
 
 _ROUND = tl.constexpr(32)  # best tokens found together, in the same number of groups
 _NO_KEY = tl.constexpr(-(2**63))  # below every key: a token or group that is taken

@@ -44,9 +44,10 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import overlap_options
 from mrv1.kernels._base.triton import INTERPRET, triton
+from mrv1.kernels.sampling.contracts import group_size
 from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.filters import FILTERS, Filters
-from mrv1.kernels.sampling.groups import group_size, padded_groups, sum_groups
+from mrv1.kernels.sampling.groups import padded_groups, sum_groups
 
 MAX_VOCAB_SIZE = 1 << 24
 """Largest vocabulary; every index within a row fits 32 bits."""
