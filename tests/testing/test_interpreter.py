@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 
@@ -373,6 +374,30 @@ def test_installing_again_changes_nothing():
     before = type(builder), builder.options
     interpreter.install()
     assert (type(builder), builder.options) == before
+
+
+# --- threads -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def _take_turns_kernel(turn_ptr, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """Add 1 to a number whenever it is this rank's and this program's turn."""
+    mine = tl.program_id(0) * SIZE + RANK
+    turn = tl.load(turn_ptr, volatile=True)
+    while turn < mine:
+        turn = tl.load(turn_ptr, volatile=True)
+    tl.store(turn_ptr, turn + tl.num_programs(0) // 20)
+
+
+def test_threads_interpret_at_the_same_time_and_wait_for_each_other():
+    turn = torch.zeros(1, dtype=torch.int32)
+
+    def run(rank: int) -> None:
+        _take_turns_kernel[(20,)](turn, RANK=rank, SIZE=4)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
+    assert turn.item() == 80
 
 
 # --- checks ------------------------------------------------------------------------------------

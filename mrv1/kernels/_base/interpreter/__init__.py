@@ -8,7 +8,8 @@ arguments, int32 overflow and failed device assertions.
 - ``install(debug=True)`` adds int32 overflow checks and ``tl.device_assert``.
 - :func:`install_bounds` makes a stray address an ``IndexError`` that names the program.
 
-All three hold for the rest of the process.
+All three hold for the rest of the process. Threads may interpret at the same time, as the ranks of
+one host: a volatile load lets the other threads run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton.language as tl
 
 from mrv1.kernels._base.interpreter.bounds import BoundedExecutor, CheckedMemory
 from mrv1.kernels._base.interpreter.builder import CorrectedBuilder
-from mrv1.kernels._base.interpreter.internals import Opaque, Tensor, ti
+from mrv1.kernels._base.interpreter.internals import Opaque, Tensor, tensors_of, ti
 from mrv1.kernels._base.interpreter.reductions import CorrectedReduceOps, CorrectedScanOps
 
 __all__ = ["install", "install_bounds"]
@@ -38,6 +39,7 @@ def install(*, debug: bool = False) -> None:
         builder.__class__ = CorrectedBuilder
         ti.ReduceOps, ti.ScanOps = CorrectedReduceOps, CorrectedScanOps
         _correct_arguments()
+        _copy_back_only_from_copies()
         _patch_library_once()
         # Stock, every int32 operation is repeated in int64 and the check thrown away.
         builder.options = ti.InterpreterOptions(debug=False, sanitize_overflow=False)
@@ -70,6 +72,25 @@ def _correct_arguments() -> None:
         return convert(arg)
 
     ti._patch_lang_tensor, ti._implicit_cvt = patch_lang_tensor, implicit_cvt
+
+
+def _copy_back_only_from_copies() -> None:
+    """Do not copy the memory of CPU tensors, which kernels write in place, onto itself.
+
+    What another thread stores in the meantime would be lost.
+    """
+    executor = ti.GridExecutor
+    restore = executor._restore_args_dev
+
+    def restore_args_dev(
+        self: Opaque, args_dev: Opaque, args_hst: Opaque, kwargs: Opaque, kwargs_hst: Opaque
+    ) -> None:
+        if any(
+            tensor.device.type != "cpu" for tensor in tensors_of((*args_dev, *kwargs.values()))
+        ):
+            restore(self, args_dev, args_hst, kwargs, kwargs_hst)
+
+    executor._restore_args_dev = restore_args_dev
 
 
 class _KeptScope:

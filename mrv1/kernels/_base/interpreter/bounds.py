@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mrv1.kernels._base.interpreter.internals import Array, Opaque, ti
+from mrv1.kernels._base.interpreter.internals import Array, Opaque, tensors_of, ti
 
 
 def _storages(args: Iterable[object]) -> Iterator[tuple[int, int]]:
     """Yield (first byte, byte past the last) of every tensor among launch arguments."""
-    for arg in args:
-        if isinstance(arg, tuple):
-            yield from _storages(arg)
-        elif isinstance(arg, TensorDescriptor):
-            yield from _storages((arg.base,))
-        elif hasattr(arg, "data_ptr"):
-            storage = ti._unwrap_tensor(arg).untyped_storage()
-            yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    for tensor in tensors_of(args):
+        storage = tensor.untyped_storage()
+        yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+class _Ranges(threading.local):
+    """The bytes that this thread's launch may touch."""
+
+    value: Array = np.zeros((0, 2), dtype=np.uint64)
 
 
 class CheckedMemory:
@@ -27,7 +28,7 @@ class CheckedMemory:
 
     def __init__(self, memory: Opaque) -> None:
         self._memory = memory
-        self._ranges = np.zeros((0, 2), dtype=np.uint64)
+        self._ranges = _Ranges()
 
     def __getattr__(self, name: str) -> Opaque:
         return getattr(self._memory, name)
@@ -35,7 +36,7 @@ class CheckedMemory:
     def allow(self, args: Iterable[object]) -> None:
         """Make the storages of ``args`` the only readable and writable bytes."""
         ranges = sorted(set(_storages(args)))
-        self._ranges = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
+        self._ranges.value = np.array(ranges, dtype=np.uint64).reshape(-1, 2)
 
     def load(self, pointers: Array, mask: Array, other: Array, dtype: Opaque) -> Opaque:
         """Load after a check."""
@@ -63,9 +64,10 @@ class CheckedMemory:
         used = pointers[np.broadcast_to(mask, pointers.shape)]
         if not used.size:
             return
-        if len(self._ranges):
-            row = np.searchsorted(self._ranges[:, 0], used, side="right") - 1
-            end = self._ranges[np.maximum(row, 0), 1]
+        ranges = self._ranges.value
+        if len(ranges):
+            row = np.searchsorted(ranges[:, 0], used, side="right") - 1
+            end = ranges[np.maximum(row, 0), 1]
             outside = int(np.count_nonzero((row < 0) | (used + np.uint64(itemsize) > end)))
         else:
             outside = used.size

@@ -6,6 +6,8 @@ fp8 NaN as 480 and do bfloat16 arithmetic on the integer codes.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -84,8 +86,52 @@ def _fused(x: Array, y: Array, z: Array) -> Array:
         return np.where(inexact, bits + away, bits).view(np.float64).astype(np.float32)
 
 
+class _Program(threading.local):
+    """The program that this thread interprets: threads may be the ranks of one host."""
+
+    grid_idx: tuple[int, int, int] | None = None
+    grid_dim: tuple[int, int, int] | None = None
+
+
+_program = _Program()
+
+
 class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
     """Computes bfloat16 in float32 and rounds once, as the compiled kernels do."""
+
+    @property
+    def grid_idx(self) -> tuple[int, int, int] | None:
+        """Index of this thread's program."""
+        return _program.grid_idx
+
+    @grid_idx.setter
+    def grid_idx(self, index: tuple[int, int, int] | None) -> None:
+        _program.grid_idx = index
+
+    @property
+    def grid_dim(self) -> tuple[int, int, int] | None:
+        """Grid of this thread's launch."""
+        return _program.grid_dim
+
+    @grid_dim.setter
+    def grid_dim(self, grid: tuple[int, int, int] | None) -> None:
+        _program.grid_dim = grid
+
+    def create_masked_load(
+        self,
+        ptrs: Handle,
+        mask: Handle,
+        other: Handle,
+        cache_modifier: Opaque,
+        eviction_policy: Opaque,
+        is_volatile: bool,
+    ) -> Handle:
+        """Load; before a volatile load, which may wait for a peer, let other threads run."""
+        if is_volatile:
+            time.sleep(0)
+        return super().create_masked_load(
+            ptrs, mask, other, cache_modifier, eviction_policy, is_volatile
+        )
 
     def cast_impl(self, src: Handle, dst_type: DType) -> Handle:
         """Convert between dtypes; formats kept as integers go through float32."""

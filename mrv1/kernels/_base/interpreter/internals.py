@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
+import torch
 import triton.runtime.interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mrv1.kernels._base.interpreter.number_formats import Array
 
@@ -19,4 +22,16 @@ Opaque: TypeAlias = Any
 
 ti: Any = triton.runtime.interpreter
 
-__all__ = ["Array", "DType", "Handle", "Opaque", "Tensor", "ti"]
+
+def tensors_of(args: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield every tensor among the arguments of a launch."""
+    for arg in args:
+        if isinstance(arg, tuple):
+            yield from tensors_of(arg)
+        elif isinstance(arg, TensorDescriptor):
+            yield from tensors_of((arg.base,))
+        elif hasattr(arg, "data_ptr"):
+            yield ti._unwrap_tensor(arg)
+
+
+__all__ = ["Array", "DType", "Handle", "Opaque", "Tensor", "tensors_of", "ti"]
