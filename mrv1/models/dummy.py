@@ -8,7 +8,7 @@ import torch
 
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights
+from mrv1.models.weights import EMBED, HEAD, ModelWeights, checkpoint_tensors, empty_weights
 
 CHUNK = 2**24
 """Values that are made at once: their bits and their float32 take 64 MiB each."""
@@ -41,6 +41,8 @@ def dummy_weights(
             continue
         whole = wholes[name].shape
         rows, columns = parallel.part(whole, place.shape)
+        if name in (EMBED, HEAD):
+            rows = parallel.vocab_part(config.vocab_size)
         place[rows.stop - rows.start :].zero_()  # rows that pad the vocabulary
         first, bound = rows.start, (3 / whole[1]) ** 0.5
         for part in place[: rows.stop - rows.start].split(max(CHUNK // place.shape[1], 1)):

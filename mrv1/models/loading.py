@@ -25,12 +25,18 @@ from mrv1.models.dummy import dummy_weights
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights, random_weights
+from mrv1.models.weights import (
+    EMBED,
+    HEAD,
+    ModelWeights,
+    checkpoint_tensors,
+    empty_weights,
+    random_weights,
+)
 from mrv1.progress import progress_bar
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 """Dtypes in which a weight may be stored, as safetensors names them."""
-HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
     ".k_scale",  # scale of an fp8 KV cache: Checkpoint.kv_scales reads it for kv_scale="head"

@@ -8,8 +8,9 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models.hf_config import WEIGHT_DTYPES
-from mrv1.models.loading import EMBED, HEAD, NON_WEIGHT_SUFFIXES
+from mrv1.models.loading import NON_WEIGHT_SUFFIXES
 from mrv1.models.vision import text_name
+from mrv1.models.weights import EMBED, HEAD
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """Tensors under the names of a Hugging Face checkpoint: a dict, or pairs."""

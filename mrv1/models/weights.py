@@ -11,6 +11,9 @@ from mrv1.models.architectures import NormOrder
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+"""A checkpoint's tensors with a row for each token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
@@ -164,9 +167,9 @@ def empty_weights(
 
 def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Return the tensor or view that each tensor of a checkpoint fills; a tied head has none."""
-    tensors = {"model.embed_tokens.weight": weights.embed, "model.norm.weight": weights.final_norm}
+    tensors = {EMBED: weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
-        tensors["lm_head.weight"] = weights.lm_head.values
+        tensors[HEAD] = weights.lm_head.values
     places = _layer_places(config)
     for index, layer in enumerate(weights.layers):
         for field, place in places.items():

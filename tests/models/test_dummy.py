@@ -11,7 +11,7 @@ import torch
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, ParallelContext, dummy, load_model
-from mrv1.models.weights import checkpoint_tensors
+from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
 from tests.models.test_gguf import write_gguf
 from tests.thread_ranks import on_ranks
@@ -80,13 +80,19 @@ def test_ranks_have_parts_of_one_model(folder, size, monkeypatch):
     whole = tensors(folder)
     monkeypatch.setattr(dummy, "CHUNK", 100)  # several chunks of a matrix, and of one row
 
-    def check(parallel: ParallelContext) -> None:
-        for name, own in tensors(folder, parallel).items():
-            values = whole[name][parallel.part(whole[name].shape, own.shape)]
-            assert torch.equal(own[: len(values)], values), name
-            assert not own[len(values) :].any(), name  # the vocabulary's padding
+    def of_rank(parallel: ParallelContext) -> dict[str, torch.Tensor]:
+        found = tensors(folder, parallel)
+        for name, own in found.items():
+            if name not in (EMBED, HEAD):
+                part = parallel.part(whole[name].shape, own.shape)
+                assert torch.equal(own, whole[name][part]), name
+        return found
 
-    on_ranks(size, check)
+    of_ranks = on_ranks(size, of_rank)
+    for name in (EMBED, HEAD):
+        joined = torch.cat([each[name] for each in of_ranks])
+        assert torch.equal(joined[: len(whole[name])], whole[name])
+        assert not joined[len(whole[name]) :].any()  # padding
 
 
 def test_a_directory_needs_only_its_config(folder):

@@ -16,8 +16,7 @@ from mrv1.headwise import HeadGroups, HeadPolicy, Visible
 from mrv1.kernels.registry import select_ops
 from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models import ModelConfig, ParallelContext, load_model
-from mrv1.models.loading import EMBED, HEAD
-from mrv1.models.weights import checkpoint_tensors
+from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import FAMILIES, random_model, tiny_checkpoint, tiny_config
 from tests.models.test_gguf import write_gguf
