@@ -247,11 +247,7 @@ class DecoderModel:
             if config.qk_norm == "head":
                 norm = QKNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps)
             else:
-                start = 0
-                for weight in (layer.q_norm, layer.k_norm):
-                    heads = qkv[:, start : start + len(weight)]
-                    self._ops.rms_norm(heads, weight, config.rms_norm_eps, out=heads)
-                    start += len(weight)
+                self._norm_whole(qkv, (layer.q_norm, layer.k_norm))
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
         return self._ops.qkv_cache_write(
             qkv,
@@ -265,3 +261,19 @@ class DecoderModel:
             q_out=q,
             scales=cache.scales,
         )
+
+    def _norm_whole(self, qkv: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        """Norm queries and keys in place, each as one vector over the heads of all ranks."""
+        eps, size = self.config.rms_norm_eps, self._parallel.size
+        parts = qkv[:, : sum(map(len, weights))].split([*map(len, weights)], dim=1)
+        if size == 1:
+            for part, weight in zip(parts, weights, strict=True):
+                self._ops.rms_norm(part, weight, eps, out=part)
+            return
+        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+        squares = torch.stack([part.square().sum(dim=1) for part in wide], dim=1)
+        squares = self._parallel.all_reduce(squares)
+        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            # Ranks that share KV heads all count them: so do the numbers that the sum is of.
+            mean = squares[:, index, None] / (size * len(weight))
+            part.copy_((wide[index] * torch.rsqrt(mean + eps)).to(part.dtype) * weight)

@@ -90,10 +90,6 @@ class ParallelContext:
         if config.vocab_size < size**2:
             problems.append(f"expected at least {size**2} tokens in the vocabulary for {size}, "
                             f"got {config.vocab_size}")  # fmt: skip
-        if config.qk_norm == "vector":
-            problems.append(f"expected 1 where a norm is over the heads of all ranks, got {size}")
-        if config.vision is not None:
-            problems.append(f"expected 1 for a model with a vision encoder, got {size}")
         raise_problems("tensor_parallel_size", problems)
         return replace(
             config,
