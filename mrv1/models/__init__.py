@@ -19,8 +19,15 @@ from mrv1.models.decoder import DecoderModel
 from mrv1.models.loading import load_model, random_model
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import RopeConfig
-from mrv1.models.updating import NamedTensors, checked_update, copy_weights
-from mrv1.models.weights import ModelWeights, Weight, checkpoint_tensors, random_weights
+from mrv1.models.updating import NamedTensors, checked_update, write_rows
+from mrv1.models.weights import (
+    ModelWeights,
+    Weight,
+    checkpoint_tensors,
+    empty_weights,
+    random_weights,
+    rank_part,
+)
 
 __all__ = [
     "AttentionBatch",
@@ -35,8 +42,10 @@ __all__ = [
     "Weight",
     "checked_update",
     "checkpoint_tensors",
-    "copy_weights",
+    "empty_weights",
     "load_model",
     "random_model",
     "random_weights",
+    "rank_part",
+    "write_rows",
 ]

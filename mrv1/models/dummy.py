@@ -8,7 +8,7 @@ import torch
 
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.weights import EMBED, HEAD, ModelWeights, checkpoint_tensors, empty_weights
+from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights, rank_part
 
 CHUNK = 2**24
 """Values that are made at once: their bits and their float32 take 64 MiB each."""
@@ -40,9 +40,7 @@ def dummy_weights(
             place.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         whole = wholes[name].shape
-        rows, columns = parallel.part(whole, place.shape)
-        if name in (EMBED, HEAD):
-            rows = parallel.vocab_part(config.vocab_size)
+        rows, columns = rank_part(name, whole, place.shape, parallel)
         place[rows.stop - rows.start :].zero_()  # rows that pad the vocabulary
         first, bound = rows.start, (3 / whole[1]) ** 0.5
         for part in place[: rows.stop - rows.start].split(max(CHUNK // place.shape[1], 1)):

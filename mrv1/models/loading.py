@@ -32,6 +32,7 @@ from mrv1.models.weights import (
     checkpoint_tensors,
     empty_weights,
     random_weights,
+    rank_part,
 )
 from mrv1.progress import progress_bar
 
@@ -140,9 +141,7 @@ def load_weights(
     places = checkpoint_tensors(own, weights)
     stored = {name: scan.tensors[name] for name in places}
     parts = {
-        name: (parallel.vocab_part(config.vocab_size),)
-        if name in (HEAD, EMBED)
-        else parallel.part(stored[name].shape, place.shape)
+        name: rank_part(name, stored[name].shape, place.shape, parallel)
         for name, place in places.items()
         if place.shape != stored[name].shape
     }

@@ -108,7 +108,18 @@ def _tied_problems(head: torch.Tensor, embed: torch.Tensor) -> Iterator[str]:
 
 
 @torch.no_grad()  # a parameter that a trainer gives would make a weight require gradients
-def copy_weights(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors of ``checked_update`` into the model's own, on the current stream."""
-    for name, tensor in tensors.items():
-        targets[name].copy_(tensor)
+def write_rows(
+    target: torch.Tensor, part: tuple[slice, ...], first_row: int, values: torch.Tensor
+) -> None:
+    """Write rows of a tensor, from ``first_row`` on, to a rank's part of it, if that has them.
+
+    The part is ``rank_part``'s; padding after its rows becomes 0. On the current stream.
+    """
+    own, *columns = part
+    num_own = own.stop - own.start
+    start, stop = max(own.start, first_row), min(own.stop, first_row + len(values))
+    if start < stop:
+        rows = values[(slice(start - first_row, stop - first_row), *columns)]
+        target[start - own.start : stop - own.start].copy_(rows)
+    if num_own < len(target):
+        target[num_own:].zero_()

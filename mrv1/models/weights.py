@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -82,6 +83,18 @@ class ModelWeights:
     """[hidden]."""
     lm_head: Weight
     """[vocab, hidden]."""
+
+
+def rank_part(
+    name: str, whole: Sequence[int], own: Sequence[int], parallel: ParallelContext
+) -> tuple[slice, ...]:
+    """Return where a rank's part, of shape ``own``, is in a tensor of shape ``whole``.
+
+    The part of the embedding and of the head may have fewer rows, or none: padding follows.
+    """
+    if name in (EMBED, HEAD):
+        return parallel.vocab_part(whole[0]), slice(0, whole[1])
+    return parallel.part(whole, own)
 
 
 class _Place(NamedTuple):
@@ -212,7 +225,7 @@ def random_weights(
         values = place if place.shape == shape else place.new_empty(shape)
         values.normal_(0.0, shape[1] ** -0.5, generator=generator)
         if values is not place:
-            part = values[parallel.part(shape, place.shape)]
+            part = values[rank_part(name, shape, place.shape, parallel)]
             place[: len(part)].copy_(part)
             place[len(part) :].zero_()  # rows that pad the vocabulary
     return weights

@@ -174,7 +174,7 @@ class ModelRunner:
                 self._parts, num_kv_blocks, parallel=self._parallel, clock=clock, progress=progress
             )
             self.kv_cache = self._step.kv_cache
-            self._sleep = SleepMode(self._step)
+            self._sleep = SleepMode(self._step, self._parts.model_config, self._parallel)
         launches = self.path != "reference"  # without triton nothing is compiled
         self._compilations = watch_compilations() if launches else Counter()
         self._num_warm_up_compilations = self._compilations.total()
@@ -299,7 +299,7 @@ class ModelRunner:
     def _prepare(self, plan: StepPlan, *, samples: bool) -> tuple[DeviceRows, Staged | None]:
         """Check the plan and write the step's upload; see ``StepPreparation.prepare``."""
         if plan.staged_features and not self.features.is_used:  # the first items that have some
-            with self._between_steps():
+            with self.between_steps():
                 self._sleep.allocate_features()
         is_heard = self._kv_listener is not None
         return self._preparation.prepare(plan, samples=samples, is_heard=is_heard)
@@ -405,6 +405,11 @@ class ModelRunner:
 
     # --- memory and weights ---------------------------------------------------------------
     @property
+    def memory(self) -> SleepMode:
+        """The memory of weights and KV cache, which may sleep."""
+        return self._sleep
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache are asleep."""
         return self._sleep.is_sleeping
@@ -429,7 +434,7 @@ class ModelRunner:
             CapacityError: the host has no room for the weights; nothing has changed.
             RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
         """
-        with self._between_steps():
+        with self.between_steps():
             self._sleep.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
@@ -443,7 +448,7 @@ class ModelRunner:
             CapacityError: the device has no room; what slept sleeps on.
             RuntimeError: as ``sleep``.
         """
-        with self._between_steps():
+        with self.between_steps():
             self._sleep.wake_up(tags)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
@@ -456,7 +461,7 @@ class ModelRunner:
             ConfigError: as ``LLM.update_weights``; no weight was changed.
             RuntimeError: as ``sleep``, or the weights are asleep.
         """
-        with self._between_steps():
+        with self.between_steps():
             self._sleep.update_weights(named_tensors, partial=partial)
 
     def _check_sampled(self) -> None:
@@ -466,12 +471,16 @@ class ModelRunner:
                 "forward has launched, before the next step"
             )
 
-    @contextmanager
-    def _between_steps(self) -> Iterator[None]:
-        """Wait for launched steps, and for the work inside."""
+    def check_between_steps(self) -> None:
+        """Raise RuntimeError if the runner was closed, or a step awaits ``sample``."""
         if self._unusable is not None:
             raise RuntimeError(self._unusable)
         self._check_sampled()
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Wait for launched steps, and for the work inside."""
+        self.check_between_steps()
         with self._on_device():
             self._outputs.drain()
             self._synchronize()
@@ -508,7 +517,14 @@ class ModelRunner:
         """Return one line: device, path, dtypes, blocks and their bytes."""
         num_graphs = len(self._step.graphs.shapes) if self.captures_graphs else 0
         return describe_runner(
-            self.config, self.path, self.model, self.kv_cache, self._parts.conversion, num_graphs
+            self.config,
+            self.path,
+            self.model,
+            self.kv_cache,
+            self._parts.conversion,
+            num_graphs,
+            self.head_policy,
+            self.kv_report()["total_bytes"],
         )
 
     def kv_report(self) -> KVReport:

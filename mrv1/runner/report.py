@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TypedDict
 
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
+from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.models import DecoderModel
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
@@ -40,7 +42,7 @@ class KVGroupReport(TypedDict):
 
 
 class KVReport(TypedDict):
-    """The KV cache's sizes."""
+    """The KV cache's sizes; of several ranks together: a head counts on each that has it."""
 
     dtype: str
     kv_scale: str | None
@@ -99,36 +101,49 @@ class StartClock:
         return f"{total}: {parts}" if parts else total
 
 
-def report_of(cache: KVCache, demand: StreamingDemand, feature_bytes: int) -> KVReport:
-    """Return the sizes in bytes of a cache, and of the buffer for features."""
-    spec = cache.spec
+def report_of(
+    cache: KVCache,
+    demand: StreamingDemand,
+    feature_bytes: int,
+    ranks: Sequence[HeadGroups] | None = None,
+) -> KVReport:
+    """Return the sizes in bytes of a cache, and of the buffer for features.
+
+    ``ranks``: the head groups of each rank, to report the sum over caches that are like this one
+    but for them; None = this cache alone.
+    """
+    spec, num_blocks = cache.spec, cache.num_blocks
+    ranks = ranks or (cache.groups,)
     groups = []
-    for group, num_blocks in zip(cache.groups.groups, cache.num_blocks, strict=True):
-        block_bytes = spec.group_bytes(group.num_heads)
+    for index, (group, count) in enumerate(zip(cache.groups.groups, num_blocks, strict=True)):
+        heads = [rank.groups[index].num_heads for rank in ranks]
+        block_bytes = sum(map(spec.group_bytes, heads))
         is_full = group.keeps.is_full
         groups.append(
             KVGroupReport(
                 window=group.keeps.window,
                 sink=group.keeps.sink,
-                num_heads=sum(group.num_heads),
-                num_blocks=num_blocks,
+                num_heads=sum(map(sum, heads)),
+                num_blocks=count,
                 block_bytes=block_bytes,
-                total_bytes=num_blocks * block_bytes,
+                total_bytes=count * block_bytes,
                 request_blocks=None if is_full else demand.request_blocks(group),
             )
         )
+    total_bytes = sum(spec.nbytes(rank, num_blocks) for rank in ranks)
+    is_awake = cache.allocated_bytes == cache.nbytes
     return KVReport(
         dtype=str(spec.page_format.dtype).removeprefix("torch."),
         kv_scale=spec.page_format.granularity,
         block_size=spec.block_size,
-        num_blocks=cache.num_blocks[0],
-        token_bytes=spec.token_bytes,
-        block_bytes=spec.block_bytes,
-        scale_bytes=spec.scale_bytes(cache.groups, cache.num_blocks),
-        total_bytes=cache.nbytes,
-        allocated_bytes=cache.allocated_bytes,
+        num_blocks=num_blocks[0],
+        token_bytes=spec.token_bytes * len(ranks),
+        block_bytes=spec.block_bytes * len(ranks),
+        scale_bytes=sum(spec.scale_bytes(rank, num_blocks) for rank in ranks),
+        total_bytes=total_bytes,
+        allocated_bytes=total_bytes if is_awake else cache.allocated_bytes * len(ranks),
         groups=groups,
-        feature_bytes=feature_bytes,
+        feature_bytes=feature_bytes * len(ranks),
     )
 
 
@@ -139,8 +154,13 @@ def describe_runner(
     cache: KVCache,
     conversion: Conversion | None,
     num_graphs: int,
+    policy: HeadPolicy,
+    nbytes: int,
 ) -> str:
-    """Return one line: device, path, dtypes, roles of heads, blocks and their bytes, graphs."""
+    """Return one line: device, path, dtypes, roles of heads, blocks and their bytes, graphs.
+
+    Several ranks have caches like ``cache`` of ``nbytes`` together, under one ``policy``.
+    """
     dtype = str(model.dtype).removeprefix("torch.")
     how = _PATHS[path]
     if config.attention_backend == "flashinfer":
@@ -148,14 +168,13 @@ def describe_runner(
     graphs = f"CUDA graphs of {num_graphs} step shapes" if num_graphs else "no CUDA graphs"
     return (
         f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
-        f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache)}, "
+        f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache, policy)}, "
         f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
-        f"({cache.nbytes / 2**20:.1f} MiB), {graphs}"
+        f"({nbytes / 2**20:.1f} MiB), {graphs}"
     )
 
 
-def _describe_heads(cache: KVCache) -> str:
-    policy = cache.groups.policy
+def _describe_heads(cache: KVCache, policy: HeadPolicy) -> str:
     streaming = [seen for seen in policy.groups if not seen.is_full]
     if not streaming:
         return "all heads full"

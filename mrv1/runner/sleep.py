@@ -11,7 +11,16 @@ from typing import Literal, get_args
 import torch
 
 from mrv1.errors import CapacityError, ConfigError
-from mrv1.models import NamedTensors, checked_update, checkpoint_tensors, copy_weights
+from mrv1.models import (
+    ModelConfig,
+    NamedTensors,
+    ParallelContext,
+    checked_update,
+    checkpoint_tensors,
+    empty_weights,
+    rank_part,
+    write_rows,
+)
 from mrv1.runner.device_memory import release_cached_memory
 from mrv1.runner.device_step import DeviceStep
 
@@ -87,9 +96,16 @@ class SleepMode:
     No step may be in flight. After an interrupt, call the method again or the opposite one.
     """
 
-    def __init__(self, step: DeviceStep) -> None:
-        self._step, model = step, step.model
+    def __init__(
+        self, step: DeviceStep, model_config: ModelConfig, parallel: ParallelContext
+    ) -> None:
+        """Take a rank's step, and the configuration of the whole model."""
+        self._step, model, self._parallel = step, step.model, parallel
         self._targets = checkpoint_tensors(model.config, model.weights)
+        self._whole = checkpoint_tensors(
+            model_config, empty_weights(model_config, "meta", model.dtype)
+        )
+        """Tensors of the whole model, without memory."""
         self._weights = _Memory(self._targets.values())
         self._parts: Mapping[SleepTag, _Memory] = {
             "weights": self._weights,
@@ -98,6 +114,10 @@ class SleepMode:
         self._asleep: set[SleepTag] = set()
         self._unwritten: dict[str, None] = {}
         """Names of weights without a value, in order: dropped, or half written."""
+        self._waking: set[SleepTag] = set()
+        """Parts of the last ``allocate``."""
+        self._absent: list[_Memory] = []
+        """Those of them that had no memory."""
 
     @property
     def is_sleeping(self) -> bool:
@@ -120,13 +140,29 @@ class SleepMode:
 
     def sleep(self, level: int) -> None:
         """Free the memory of the weights and of the KV cache; see ``ModelRunner.sleep``."""
+        self.check_level(level)
+        self.copy_weights(level)
+        self.free(level)
+
+    def check_level(self, level: int) -> None:
+        """Raise ConfigError if there is no such level, or torch cannot free the weights."""
         if type(level) is not int or level not in (1, 2):
             raise ConfigError(f"level: expected 1 or 2, got {level!r}")
         if not self._weights.is_resizable:  # those of a caller's model
             raise ConfigError("model: expected weights in memory of torch's own, got another's")
-        device = self._step.device
-        if level == 1 and "weights" not in self._asleep and device.type != "cpu":
+
+    def copy_weights(self, level: int) -> None:
+        """Copy weights that ``free`` will free to the host if the level says so; CapacityError."""
+        if level == 1 and "weights" not in self._asleep and self._step.device.type != "cpu":
             self._weights.copy_to_host()
+
+    def forget_copies(self) -> None:
+        """Drop the copies of weights that are awake."""
+        if "weights" not in self._asleep:
+            self._weights.copies = []
+
+    def free(self, level: int) -> None:
+        """Put everything to sleep, its memory freed, after ``copy_weights``."""
         self._asleep = set(TAGS)
         self._parts["kv_cache"].free()
         if level == 2:
@@ -136,44 +172,87 @@ class SleepMode:
             self._weights.free()
         self._step.features.free()
         self._step.graphs.clear()
-        release_cached_memory(device)
+        release_cached_memory(self._step.device)
 
     def wake_up(self, tags: Collection[str] | None) -> None:
         """Bring parts back, then graphs, as ``ModelRunner.wake_up``; on failure they sleep on."""
-        woken = self._asleep & _checked(tags)
-        if not woken:
-            return
-        absent = [self._parts[tag] for tag in woken if not self._parts[tag].is_resident]
         try:
-            for tag in woken:
-                self._parts[tag].allocate()
-            if woken == self._asleep:
-                self._capture_with(features=self._step.features.is_used)
+            self.allocate(checked_tags(tags))
+            self.capture_awake()
         except BaseException:
-            for part in absent:
-                part.free()
-            release_cached_memory(self._step.device)
+            self.free_again()
             raise
-        self._asleep -= woken
-        if "weights" in woken:
+        self.end_sleep()
+
+    def allocate(self, tags: Collection[SleepTag]) -> None:
+        """Allocate parts that sleep; ``end_sleep`` or ``free_again`` has to follow."""
+        self._absent = []
+        self._waking = self._asleep & {*tags}
+        self._absent = [part for tag in self._waking if not (part := self._parts[tag]).is_resident]
+        for tag in self._waking:
+            self._parts[tag].allocate()
+
+    def capture_awake(self) -> None:
+        """Capture the graphs if nothing sleeps but what was allocated, or raise CapacityError."""
+        if self._waking and self._waking == self._asleep:
+            self._capture_with(features=self._step.features.is_used)
+
+    def free_again(self) -> None:
+        """Free what ``allocate`` has allocated, and the graphs: it sleeps on."""
+        for part in self._absent:
+            part.free()
+        if self._waking:
+            self._step.features.free()
+            self._step.graphs.clear()
+        release_cached_memory(self._step.device)
+
+    def end_sleep(self) -> None:
+        """Count the parts of ``allocate`` as awake."""
+        self._asleep -= self._waking
+        if "weights" in self._waking:
             self._weights.copies = []
 
-    def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
-        """Overwrite weights; see ``ModelRunner.update_weights``."""
+    def check_awake(self) -> None:
+        """Raise RuntimeError if the weights sleep."""
         if "weights" in self._asleep:
             raise RuntimeError(
                 "update_weights: expected weights that are awake, got asleep; call "
                 'wake_up(["weights"]) first'
             )
-        tensors = checked_update(
-            self._targets,
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
+        """Overwrite weights; see ``ModelRunner.update_weights``."""
+        self.check_awake()
+        tensors = self.checked_update(named_tensors, partial=partial)
+        self.begin_update(tensors)
+        for name, tensor in tensors.items():
+            self.write(name, 0, tensor)
+        self.end_update(tensors)
+
+    def checked_update(
+        self, named_tensors: NamedTensors, *, partial: bool
+    ) -> dict[str, torch.Tensor]:
+        """Return new tensors of the whole model, checked; see ``mrv1.models.checked_update``."""
+        return checked_update(
+            self._whole,
             named_tensors,
             partial=partial,
             has_vision=self._step.model.config.vision is not None,
         )
-        self._unwritten |= dict.fromkeys(tensors)  # an interrupt may leave one half written
-        copy_weights(self._targets, tensors)
-        self._unwritten = {name: None for name in self._unwritten if name not in tensors}
+
+    def begin_update(self, names: Iterable[str]) -> None:
+        """Count tensors as half written until ``end_update``, which an interrupt may prevent."""
+        self._unwritten |= dict.fromkeys(names)
+
+    def end_update(self, names: Collection[str]) -> None:
+        """Count tensors as written."""
+        self._unwritten = {name: None for name in self._unwritten if name not in names}
+
+    def write(self, name: str, first_row: int, values: torch.Tensor) -> None:
+        """Write rows of a tensor of the whole model to where this rank has them, if it does."""
+        target = self._targets[name]
+        part = rank_part(name, self._whole[name].shape, target.shape, self._parallel)
+        write_rows(target, part, first_row, values)
 
     def allocate_features(self) -> None:
         """Allocate the feature buffer, which graphs read, or raise CapacityError."""
@@ -209,7 +288,8 @@ class SleepMode:
             raise
 
 
-def _checked(tags: object) -> set[SleepTag]:
+def checked_tags(tags: object) -> set[SleepTag]:
+    """Return a caller's tags, None = all; ConfigError: there is no such tag."""
     if tags is None:
         return set(TAGS)
     if (

@@ -10,7 +10,7 @@ import torch
 from mrv1.config import EngineConfig, dtype_name, resolve_max_model_len
 from mrv1.device import Conversion, device_info, kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
-from mrv1.headwise import HeadPolicy
+from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import select_ops
 from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
@@ -33,7 +33,11 @@ class RunnerParts:
 
     config: EngineConfig
     """As configured, with the checkpoint's directory."""
+    model_config: ModelConfig
+    """Of the whole model, whatever part of it this rank has."""
     head_policy: HeadPolicy
+    head_groups: HeadGroups
+    """Of the whole model."""
     step: DeviceStep
     """The step on the device, with the model and this rank's head groups."""
     streaming_demand: StreamingDemand
@@ -77,8 +81,8 @@ def build_parts(
     parallel.shard(model_config)  # a model that cannot be divided fails here
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
     policy = resolve_policy(config, model_config, head_policy, is_checkpoint=model is None)
-    groups = resolve_head_groups(config, policy, max_model_len)
-    groups = groups.slice(parallel.rank, parallel.size)
+    head_groups = resolve_head_groups(config, policy, max_model_len)
+    groups = head_groups.slice(parallel.rank, parallel.size)
     head_scales = None
     if config.kv_scale == "head":
         head_scales = Checkpoint.open(config.model).kv_scales(
@@ -134,7 +138,9 @@ def build_parts(
         )
     return RunnerParts(
         config=config,
+        model_config=model_config,
         head_policy=policy,
+        head_groups=head_groups,
         step=step,
         streaming_demand=StreamingDemand(config, max_model_len),
         conversion=conversion,
