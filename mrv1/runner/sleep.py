@@ -163,7 +163,7 @@ class SleepMode:
 
     def free(self, level: int) -> None:
         """Put everything to sleep, its memory freed, after ``copy_weights``."""
-        self._asleep = set(TAGS)
+        self._asleep, self._absent = set(TAGS), []
         self._parts["kv_cache"].free()
         if level == 2:
             self._unwritten = dict.fromkeys(self._targets)
@@ -176,8 +176,9 @@ class SleepMode:
 
     def wake_up(self, tags: Collection[str] | None) -> None:
         """Bring parts back, then graphs, as ``ModelRunner.wake_up``; on failure they sleep on."""
+        checked = checked_tags(tags)
         try:
-            self.allocate(checked_tags(tags))
+            self.allocate(checked)
             self.capture_awake()
         except BaseException:
             self.free_again()
@@ -208,6 +209,7 @@ class SleepMode:
 
     def end_sleep(self) -> None:
         """Count the parts of ``allocate`` as awake."""
+        self._absent = []
         self._asleep -= self._waking
         if "weights" in self._waking:
             self._weights.copies = []

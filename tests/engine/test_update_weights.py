@@ -234,7 +234,7 @@ def test_after_an_interrupted_update_requests_wait_for_its_tensors(llm, new, mon
     copy, names = torch.Tensor.copy_, [NORM, Q_PROJ]
 
     def interrupted(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        if source is new[Q_PROJ]:
+        if source.data_ptr() == new[Q_PROJ].data_ptr():
             raise KeyboardInterrupt
         return copy(self, source)
 
