@@ -101,18 +101,13 @@ def random_model(
     device: torch.device,
     *,
     seed: int,
-    parallel: ParallelContext | None = None,
     deterministic: bool = False,
 ) -> DecoderModel:
-    """Return a model with ``random_weights``, of several ranks the part of one.
-
-    ConfigError: the device has no such dtype, or the ranks do not divide the model.
-    """
+    """Return a model with ``random_weights``; ConfigError: the device has no such dtype."""
     resolved = resolve_dtype(dtype_name(dtype), config.torch_dtype, device)
-    parallel = parallel or ParallelContext()
-    weights = random_weights(config, device=device, dtype=resolved, seed=seed, parallel=parallel)
-    ops, own = select_ops(kernel_path(device)), parallel.shard(config)
-    return DecoderModel(own, weights, ops, parallel=parallel, deterministic=deterministic)
+    weights = random_weights(config, device=device, dtype=resolved, seed=seed)
+    ops = select_ops(kernel_path(device))
+    return DecoderModel(config, weights, ops, deterministic=deterministic)
 
 
 def load_weights(

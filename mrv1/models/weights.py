@@ -198,34 +198,19 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
 
 
 def random_weights(
-    config: ModelConfig,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    seed: int,
-    parallel: ParallelContext | None = None,
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> ModelWeights:
     """Return random weights made on ``device``, for benchmarks that need no checkpoint.
 
     Matrices are normal with standard deviation ``fan_in^-0.5``, so that activations and logits are
     about as large as a trained model's; norms are 1, biases 0. The values depend on ``seed`` and
-    the device type. ``config`` is the whole model's: of several ranks (``parallel``) each makes
-    all values, tensor by tensor, and keeps its part, so that together they have those of one.
+    the device type.
     """
-    parallel = parallel or ParallelContext()
-    own = parallel.shard(config)
-    weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
-    whole = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     generator = torch.Generator(device).manual_seed(seed)
-    for name, place in checkpoint_tensors(own, weights).items():
-        if place.dim() != 2:
-            place.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        shape = whole[name].shape
-        values = place if place.shape == shape else place.new_empty(shape)
-        values.normal_(0.0, shape[1] ** -0.5, generator=generator)
-        if values is not place:
-            part = values[rank_part(name, shape, place.shape, parallel)]
-            place[: len(part)].copy_(part)
-            place[len(part) :].zero_()  # rows that pad the vocabulary
+    weights = empty_weights(config, device, dtype)
+    for name, tensor in checkpoint_tensors(config, weights).items():
+        if tensor.dim() == 2:
+            tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
     return weights

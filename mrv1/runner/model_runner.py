@@ -92,8 +92,7 @@ class ModelRunner:
 
         Args:
             config: the runner's configuration.
-            model: a model that is on the device already, of several ranks this one's part of
-                ``config.model``; None loads that.
+            model: a model that is on the device already; None loads ``config.model``.
             head_policy: which tokens each KV head sees; None = that of ``config.head_policy``,
                 else the checkpoint's, else each head sees everything that its layer sees.
             logits_processors: custom processors, applied in this order in every step.

@@ -57,16 +57,16 @@ def build_parts(
     progress: bool,
 ) -> RunnerParts:
     """Build all but the KV cache on the current device ``device``, as ``ModelRunner`` says."""
-    if parallel.size != config.tensor_parallel_size:
+    if parallel.size != config.tensor_parallel_size or (parallel.size > 1 and model is not None):
         raise ConfigError(
-            "tensor_parallel_size: expected a ParallelContext of as many ranks, "
-            f"{config.tensor_parallel_size}, got {parallel.size}"
+            "tensor_parallel_size: expected a ParallelContext of as many ranks and no model "
+            f"of the caller's own with {config.tensor_parallel_size}, got {parallel.size} "
+            f"ranks and {'no' if model is None else 'a'} model"
         )
     codes = FORMATS.get(config.kv_cache_dtype)
     # Fails before anything loads.
     conversion = None if codes is None else codes.conversion(device)
-    reads_config = model is None or parallel.size > 1  # a model has its rank's configuration
-    if reads_config:  # once: the directory of a Hugging Face id may change between two calls
+    if model is None:  # once: the directory of a Hugging Face id may change between two calls
         checkpoint = Checkpoint.open(config.model, progress=progress)
         config = replace(config, model=str(checkpoint.path))
     ops = select_ops(kernel_path(device))
@@ -75,7 +75,7 @@ def build_parts(
     # Small files come before the weights: an error in one fails at once, not minutes later.
     model_config = (
         ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
-        if model is None or reads_config
+        if model is None
         else model.config
     )
     parallel.shard(model_config)  # a model that cannot be divided fails here

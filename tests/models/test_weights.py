@@ -44,20 +44,6 @@ def test_random_weights_follow_from_the_seed() -> None:
             assert tensor.float().std() == pytest.approx(tensor.shape[1] ** -0.5, rel=0.1), name
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_make_the_random_weights_of_one(size: int) -> None:
-    config = replace(ModelConfig.from_hf(tiny_config("qwen2")), vocab_size=157)
-    options = {"device": "cpu", "dtype": torch.float32, "seed": 3}
-    whole = checkpoint_tensors(config, random_weights(config, **options))
-    for rank in range(size):
-        parallel = ParallelContext(rank=rank, size=size, all_reduce=abs, all_gather=abs)
-        weights = random_weights(config, **options, parallel=parallel)
-        for name, place in checkpoint_tensors(parallel.shard(config), weights).items():
-            part = whole[name][parallel.part(whole[name].shape, place.shape)]
-            assert torch.equal(place[: len(part)], part), name
-            assert not place[len(part) :].any(), name
-
-
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_model_multiplies_by_codes_and_scales_as_by_their_products(groups: int) -> None:
     """Codes of 8 bits, one scale for a row or for each 16 columns."""
