@@ -31,6 +31,7 @@ class DecoderModel:
         ops: the ops that ``select_ops`` returned for that device.
         parallel: this rank among the tensor-parallel ranks; None = a single rank.
         deterministic: whether a token's results must depend on its own request alone.
+        whole_config: the whole model's, of which ``config`` is a rank's part; None = ``config``.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class DecoderModel:
         *,
         parallel: ParallelContext | None = None,
         deterministic: bool = False,
+        whole_config: ModelConfig | None = None,
     ) -> None:
         self.config = config
+        self.whole_config = whole_config or config
         self.weights = weights
         self._ops = ops
         self._parallel = parallel or ParallelContext()

@@ -91,8 +91,14 @@ def load_model(
         weights = load_weights(
             checkpoint, config, device=device, dtype=dtype, progress=progress, parallel=parallel
         )
-    own = parallel.shard(config)
-    return DecoderModel(own, weights, ops, parallel=parallel, deterministic=deterministic)
+    return DecoderModel(
+        parallel.shard(config),
+        weights,
+        ops,
+        parallel=parallel,
+        deterministic=deterministic,
+        whole_config=config,
+    )
 
 
 def random_model(

@@ -83,6 +83,10 @@ class KernelSet:
     head_policy: HeadPolicy
     dtype: torch.dtype
     gpu: DeviceInfo
+    rank: int = 0
+    """Of ``config.tensor_parallel_size`` ranks; model and policy are the whole ones."""
+    has_peers: bool = False
+    """Whether the ranks share memory."""
 
     @classmethod
     def of(cls, config: EngineConfig, target: str | None) -> Self:
@@ -115,7 +119,10 @@ class KernelSet:
     def digest(self) -> str:
         """Name of the set in Triton's cache."""
         options = {k: v for k, v in asdict(self.config).items() if k not in IRRELEVANT}
-        return digest_of(self.gpu, options, self.model_config, self.head_policy, self.dtype)
+        of_rank = self.rank, self.has_peers
+        return digest_of(
+            self.gpu, options, self.model_config, self.head_policy, self.dtype, of_rank
+        )
 
     def with_few_layers(self) -> KernelSet:
         """Return the set with one layer of each kind; all, if static scales are given for each."""

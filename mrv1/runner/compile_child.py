@@ -17,6 +17,7 @@ from mrv1.models.weights import empty_weights
 from mrv1.runner.compile_ahead import KernelSet, compile_from_stdin
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.stand_in_device import stand_in_gpu
+from mrv1.runner.stand_in_ranks import stand_in_rank
 
 
 def main() -> None:
@@ -42,11 +43,24 @@ def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]
             kv_cache_memory_bytes=None,
             gpu_memory_utilization=1.0,
         )
-        model = DecoderModel(
-            kernels.model_config,
-            empty_weights(kernels.model_config, device, kernels.dtype),
-            select_ops(kernel_path(device)),
-            deterministic=config.deterministic,
+        parallel = stand_in_rank(
+            kernels.rank, config.tensor_parallel_size, device, has_peers=kernels.has_peers
         )
-        runner = ModelRunner(config, model=model, head_policy=kernels.head_policy, progress=False)
+        whole = kernels.model_config
+        own, vocab_rows = parallel.shard(whole), parallel.vocab_rows(whole.vocab_size)
+        model = DecoderModel(
+            own,
+            empty_weights(own, device, kernels.dtype, vocab_rows=vocab_rows),
+            select_ops(kernel_path(device)),
+            parallel=parallel,
+            deterministic=config.deterministic,
+            whole_config=whole,
+        )
+        runner = ModelRunner(
+            config,
+            model=model,
+            head_policy=kernels.head_policy,
+            parallel=parallel,
+            progress=False,
+        )
         yield recorder, runner

@@ -57,11 +57,10 @@ def build_parts(
     progress: bool,
 ) -> RunnerParts:
     """Build all but the KV cache on the current device ``device``, as ``ModelRunner`` says."""
-    if parallel.size != config.tensor_parallel_size or (parallel.size > 1 and model is not None):
+    if parallel.size != config.tensor_parallel_size:
         raise ConfigError(
-            "tensor_parallel_size: expected a ParallelContext of as many ranks and no model "
-            f"of the caller's own with {config.tensor_parallel_size}, got {parallel.size} "
-            f"ranks and {'no' if model is None else 'a'} model"
+            "tensor_parallel_size: expected a ParallelContext of as many ranks, "
+            f"{config.tensor_parallel_size}, got {parallel.size}"
         )
     codes = FORMATS.get(config.kv_cache_dtype)
     # Fails before anything loads.
@@ -76,7 +75,7 @@ def build_parts(
     model_config = (
         ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
         if model is None
-        else model.config
+        else model.whole_config
     )
     parallel.shard(model_config)  # a model that cannot be divided fails here
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
@@ -107,6 +106,8 @@ def build_parts(
         head_policy=policy,
         dtype=dtype,
         gpu=device_info(device),
+        rank=parallel.rank,
+        has_peers=parallel.peers is not None,
     )
     with _compiled(kernels, progress=progress):
         model = model or load_model(

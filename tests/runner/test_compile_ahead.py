@@ -83,6 +83,24 @@ def test_kernels_depend_on_neither_the_number_of_blocks_nor_that_of_equal_layers
     assert num_kernels == num_keys == num_all > 20
 
 
+def of_rank(kernels: KernelSet, rank: int, size: int) -> KernelSet:
+    config = replace(kernels.config, tensor_parallel_size=size)
+    return replace(kernels, config=config, rank=rank, has_peers=True)
+
+
+def test_a_rank_compiles_the_kernels_of_its_part(forks: Forks, tmp_path: Path):
+    """A norm adds the sum over ranks, and the rank of streaming heads attends to no others."""
+    whole = kernel_set(head_policy="ratio=0.5,window=16,sink=4")
+    ranks = [of_rank(whole, rank, 2) for rank in (0, 1)]
+    assert len({whole.digest, *(each.digest for each in ranks)}) == 3
+    pickled = tmp_path / "sets"
+    pickled.write_bytes(pickle.dumps([ranks[0].with_few_layers(), ranks[1]]))
+    run = forks.run(RECORD, str(pickled), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    num_kernels, _, num_all = map(int, run.stdout.split())
+    assert 20 < num_kernels < num_all
+
+
 def test_a_key_does_not_depend_on_the_kernels_before_it():
     """Triton before 3.9 gives a kernel another key if a function it calls has no key yet."""
     from mrv1.kernels._base.triton import triton
