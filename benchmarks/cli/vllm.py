@@ -1,4 +1,4 @@
-"""``mrv1 bench vllm``: vLLM alone, with mrv1's attention backend, with mrv1's worker."""
+"""``mrv1 bench vllm``: vLLM alone, with mrv1's attention backend or worker, and mrv1 alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mrv1.cli.results import check_target, write_result
 
 HELP = SHARED | {
     "modes": f"What to measure, comma-separated: {', '.join(MODES)}. backend: vLLM with mrv1's "
-    "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache. The first one "
-    "that starts is what the others are compared with.",
+    "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache; mrv1: its own "
+    "engine, without vLLM. The first one that starts is what the others are compared with.",
     "cells": "BATCHxPROMPT pairs, such as 1x128,32x8192: concurrent requests, and the tokens of "
     "each prompt.",
 }
@@ -34,11 +34,11 @@ def vllm(
     shape: Shape = None,
     output: Output = None,
 ) -> None:
-    """Measure vLLM alone, with mrv1's attention backend and with mrv1's worker.
+    """Measure vLLM alone, with mrv1's attention backend, with mrv1's worker, and mrv1 alone.
 
     Each runs in processes of its own, on the same checkpoint and the same requests. Before the
-    times, its first tokens are compared with those of vLLM alone. Needs vLLM; on a CPU only the
-    worker runs.
+    times, its first tokens are compared with those of the first mode. Needs vLLM, but for mrv1's
+    own engine; on a CPU vLLM runs with the worker only.
     """
     bench = VLLMBench(shape=chosen_shape(shape, options), **options)
     check_target("--output", output)
@@ -58,7 +58,7 @@ def _modes_table(result: dict[str, Any]) -> Table:
         COLUMNS["vllm modes"],
         mode_rows(result),
         f"{result['shape']} ({result['weights']} weights, {result['dtype']}) on "
-        f"{result['device']['name']}, vLLM {result['peers']['vllm']}",
+        f"{result['device']['name']}, vLLM {result['peers']['vllm'] or 'not installed'}",
         f"first tokens are compared with those of {result['reference']}; near tie: "
         "rounding can swap the two best tokens",
     )

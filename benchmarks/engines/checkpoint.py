@@ -39,6 +39,11 @@ def write_checkpoint(
         for name, tensor in weights.items()
     }
     save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+    write_config(folder, config, dtype)
+
+
+def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Write only a checkpoint's ``config.json``, for ``load_format="dummy"``."""
     (folder / "config.json").write_text(json.dumps(_raw_config(config, dtype)), encoding="utf-8")
 
 

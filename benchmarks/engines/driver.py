@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.engines.checkpoint import write_checkpoint, write_config
 from benchmarks.measure.child import ChildError, Send, run_in_child
 from benchmarks.measure.floor import copy_bandwidth
 from benchmarks.measure.options import CheckpointBench
@@ -91,7 +91,9 @@ def prepare(bench: CheckpointBench, config: ModelConfig, checkpoint: Path, send:
     device = resolve_device(bench.device)
     dtype = resolve_dtype(dtype_name(bench.dtype), config.torch_dtype, device)
     bandwidth = copy_bandwidth(device)
-    if bench.shape is not None:
+    if bench.shape is not None and bench.load_format == "dummy":
+        write_config(checkpoint, config, dtype)
+    elif bench.shape is not None:
         write_checkpoint(checkpoint, config, device=device, dtype=dtype, seed=bench.seed)
     machine = Machine(
         on_cpu=device.type == "cpu",
@@ -108,7 +110,11 @@ def header(op: str, schema: int, bench: CheckpointBench, machine: Machine) -> di
         "op": op,
         "schema": schema,
         "shape": bench.shape or bench.model,
-        "weights": "random" if bench.shape else "checkpoint",
+        "weights": "dummy"
+        if bench.load_format == "dummy"
+        else "random"
+        if bench.shape
+        else "checkpoint",
         "dtype": machine.dtype_name,
         **machine.provenance,
     }

@@ -89,7 +89,7 @@ class CoreServed:
     def __init__(self, options: dict[str, Any]) -> None:
         """Start the engine; for errors see ``EngineCore``."""
         start = time.perf_counter()
-        self._core = EngineCore(EngineConfig(**options))
+        self.core = EngineCore(EngineConfig(**options))
         self.start_s = time.perf_counter() - start
         self._sampling: dict[str, Any] = {}
         self._num_taken: dict[int, int] = {}
@@ -103,7 +103,7 @@ class CoreServed:
     def add(self, request: int, prompt: Sequence[int], output_len: int) -> None:
         """Queue a request."""
         params = SamplingParams(**self._sampling, max_tokens=output_len, ignore_eos=True)
-        self._core.add_request(str(request), prompt, params)
+        self.core.add_request(str(request), prompt, params)
         self._num_taken[request] = 0
 
     def step(self) -> list[Progress]:
@@ -112,7 +112,7 @@ class CoreServed:
         Raises:
             Mrv1Error: a request has failed.
         """
-        return [self._progress(request) for request in self._core.step()]
+        return [self._progress(request) for request in self.core.step()]
 
     def _progress(self, request: Request) -> Progress:
         if request.error is not None:
@@ -125,17 +125,17 @@ class CoreServed:
     @property
     def is_busy(self) -> bool:
         """Whether a request is unfinished."""
-        return self._core.has_unfinished_requests
+        return self.core.has_unfinished_requests
 
     def first_tokens(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return each prompt's first token, and its lead over the next best."""
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=2)
         requests = [
-            self._core.add_request(f"probe {index}", prompt, params)
+            self.core.add_request(f"probe {index}", prompt, params)
             for index, prompt in enumerate(prompts)
         ]
-        while self._core.has_unfinished_requests:
-            self._core.step()
+        while self.core.has_unfinished_requests:
+            self.core.step()
         found: list[list[float]] = []
         for request in requests:
             if request.error is not None:
@@ -151,4 +151,4 @@ class CoreServed:
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self._core.runner.close()
+        self.core.runner.close()

@@ -1,18 +1,20 @@
-"""vLLM alone, with mrv1's attention, with mrv1's worker: the same requests, measured alike."""
+"""vLLM alone, with mrv1's attention, with its worker, and mrv1 alone: the same requests."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.engines.core_run import measure_core
 from benchmarks.engines.driver import (
     INTERRUPTED,
     FirstTokens,
@@ -24,7 +26,7 @@ from benchmarks.engines.driver import (
     process,
 )
 from benchmarks.kernels.attention_case import Cell
-from benchmarks.measure.floor import step_kv_bytes, step_weight_bytes
+from benchmarks.measure.floor import rank_config, step_kv_bytes, step_weight_bytes
 from benchmarks.measure.options import CheckpointBench
 from benchmarks.peers.vllm_engine import Job, measure_engine
 from mrv1.errors import ConfigError
@@ -37,11 +39,15 @@ from mrv1.runner.kv_cache import CacheSpec
 SCHEMA = 2
 """Version of the result's layout; raised when a field changes its meaning or goes. Times to first
 tokens of 1 are those of another run, in which requests end with them."""
+RANKS_SCHEMA = 1
+"""The same of results of several GPUs."""
 
 WORKER = {
     "worker_cls": "mrv1.integrations.vllm.Worker",
     "logits_processors": [REQUEST_CHECK],
 }
+OURS = "mrv1"
+"""The mode that is not vLLM: mrv1's own engine."""
 MODES: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
@@ -49,8 +55,9 @@ MODES: dict[str, dict[str, Any]] = {
     "backend-fp8": {"attention_backend": "CUSTOM", "kv_cache_dtype": "fp8_per_token_head"},
     "worker": WORKER,
     "worker-fp8": WORKER | {"kv_cache_dtype": "fp8_per_token_head"},
+    OURS: {},
 }
-"""Mode -> the options of vLLM that differ from its defaults."""
+"""Mode -> the engine's options that differ from its defaults."""
 
 NUM_PROBES = 32
 """Prompts whose first tokens are compared."""
@@ -80,6 +87,9 @@ class VLLMBench(CheckpointBench):
     """Start the processes of a round one after the other, but let their runs take turns, so that
     all modes run on the same host at about the same time: what others do on it changes within
     minutes. All engines are in the device's memory, each with ``gpu_memory_utilization``."""
+    start_together: bool = False
+    """With ``in_turns``: start the processes of a round at the same time. Starts take longer then;
+    give ``kv_cache_memory_bytes``, as an engine that measures its memory sees the others'."""
 
     def __post_init__(self) -> None:
         """Check the fields that vLLM does not check."""
@@ -93,6 +103,8 @@ class VLLMBench(CheckpointBench):
         if any(cell.shortest for cell in self.cells):
             raise ConfigError("cells: expected BATCHxPROMPT such as 32x128, got mixed lengths")
         self.check_least(output_tokens=2, repeats=1, rounds=1)
+        if self.start_together and not self.in_turns:
+            raise ConfigError("start_together: expected in_turns with it, got neither")
 
     def prompts(self, cell: Cell, run: int, vocab_size: int) -> list[list[int]]:
         """Return the random prompts of one run of a cell."""
@@ -113,17 +125,25 @@ class VLLMBench(CheckpointBench):
         return [self.modes[:: -1 if index % 2 else 1] for index in range(self.rounds)]
 
     def engine_options(self) -> dict[str, Any]:
-        """Return the options that all modes give to vLLM."""
+        """Return the options that all modes have."""
         longest = max(cell.context for cell in self.cells) + self.output_tokens
         return {
+            **self.engine_model(),
             "max_model_len": longest,
             "max_num_seqs": max(cell.batch for cell in self.cells),
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "enable_prefix_caching": False,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": self.kv_cache_memory_bytes,
-            "stream_interval": self.output_tokens,
             "seed": self.seed,
+        }
+
+    def vllm_options(self) -> dict[str, Any]:
+        """Return the options that all modes give to vLLM alone."""
+        return {
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "stream_interval": self.output_tokens,
         }
 
 
@@ -131,7 +151,8 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
     """Measure every mode in processes of its own and return the result, ready for JSON.
 
     A mode that fails is recorded with its reason, and not started again; the others are measured
-    all the same. Ctrl-C ends the measurement: the result has what was measured until then.
+    all the same. Ctrl-C ends the measurement: the result has what was measured until then. The
+    result's ``op`` is ``ranks`` with several GPUs, else ``vllm``.
 
     Args:
         bench: the options.
@@ -142,7 +163,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         ChildError: the device is not there, or the checkpoint could not be written.
     """
     version = version_of("vllm")
-    if version is None:
+    if version is None and set(bench.modes) != {OURS}:
         raise ConfigError(
             "vllm: expected the package vllm to be installed, got none; pip install 'mrv1[vllm]'"
         )
@@ -156,8 +177,9 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         for mode in modes.values():
             if not mode.starts_s and mode.error is None:
                 mode.error = INTERRUPTED
+    op, schema = ("vllm", SCHEMA) if bench.tensor_parallel_size == 1 else ("ranks", RANKS_SCHEMA)
     return {
-        **header("vllm", SCHEMA, bench, machine),
+        **header(op, schema, bench, machine),
         "peers": {"vllm": version},
         "copy_bandwidth_bytes_per_s": machine.bandwidth,
         "conditions": {
@@ -165,10 +187,12 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             "sampling": "greedy, end-of-sequence ignored, token ids in and out",
             "prompts": "random token ids, the same for every mode, others for every run",
             **bench.engine_options(),
-            "other_options": "vLLM's defaults",
+            "stream_interval": bench.output_tokens,
+            "other_options": "each engine's defaults",
             "repeats": bench.repeats,
             "rounds": bench.rounds,
             "in_turns": bench.in_turns,
+            "start_together": bench.start_together,
             "warm_up_runs": 1,
             "clocks": "as found, not locked",
         },
@@ -214,13 +238,8 @@ class Mode:
 def _job(
     bench: VLLMBench, mode: str, config: ModelConfig, checkpoint: Path, machine: Machine
 ) -> Job:
-    options = {
-        "model": str(checkpoint),
-        "skip_tokenizer_init": True,
-        "dtype": machine.dtype_name,
-        "disable_log_stats": True,
-        **bench.engine_options(),
-    }
+    options = {"model": str(checkpoint), "dtype": machine.dtype_name, **bench.engine_options()}
+    options |= {"device": bench.device} if mode == OURS else bench.vllm_options()
     runs = range(bench.repeats + 1)
     return Job(
         engine=options | MODES[mode],
@@ -250,6 +269,12 @@ def _measure_round(
             for name in names
             if modes[name].error is None
         ]
+        if bench.start_together:
+            with ThreadPoolExecutor(len(bench.modes)) as pool:
+                started = [*pool.map(lambda each: next(each, False), processes)]
+            processes = [*compress(processes, started)]
+            for name in names:
+                _compare(bench, name, jobs[name], modes, say)
         if bench.in_turns:
             while processes:
                 processes = [each for each in processes if next(each, False)][::-1]
@@ -262,19 +287,20 @@ def _measure(
     bench: VLLMBench, name: str, job: Job, modes: Mapping[str, Mode], say: Say
 ) -> Generator[bool]:
     """Add what a process of a mode measures; yield True after its start, and after each run."""
-    mode, beside = modes[name], modes.get(reference(modes) or "")
+    mode = modes[name]
 
     def end(error: str) -> None:
         mode.error = error
 
-    with process(name, measure_engine, job, end, say) as events:
+    measure = measure_core if name == OURS else measure_engine
+    with process(name, measure, job, end, say) as events:
         mode.starts_s.append(next(events))
         say(f"{name}: started in {mode.starts_s[-1]:.1f} s")
         first_tokens = next(events)
         if mode.first_tokens is None:
             mode.first_tokens = first_tokens
-            expected = None if beside is None else beside.first_tokens
-            mode.agreement = compared(name, expected, first_tokens, job.near_tie, say)
+            if not bench.start_together:
+                _compare(bench, name, job, modes, say)
         yield True
         for cell, samples in zip(bench.cells, mode.samples, strict=True):
             next(events)  # not counted
@@ -286,6 +312,15 @@ def _measure(
             say(f"{name}, {cell}: {figures['tokens_per_s']:,.1f} tokens/s")
         for unexpected in events:  # none: the process ends
             raise RuntimeError(f"events: expected no more, got {unexpected}")
+
+
+def _compare(bench: VLLMBench, name: str, job: Job, modes: Mapping[str, Mode], say: Say) -> None:
+    """Compare a mode's first tokens with the reference's, unless their models differ."""
+    base, found = reference(modes), modes[name].first_tokens
+    if base in (None, name) or found is None or bench.load_format == "dummy":
+        return
+    expected = modes[str(base)].first_tokens
+    modes[name].agreement = compared(name, expected, found, job.near_tie, say)
 
 
 # --- arithmetic ----------------------------------------------------------------------------------
@@ -341,11 +376,12 @@ def _cell_entry(
         if mode.samples[index]
     }
     base = figures.get(reference(modes) or "")
-    weight_bytes = step_weight_bytes(config, dtype)
+    own = rank_config(config, bench.tensor_parallel_size)
+    weight_bytes = step_weight_bytes(own, dtype, bench.tensor_parallel_size)
     entries = {}
     for name, found in figures.items():
         kv_bytes = step_kv_bytes(
-            cache_spec(name, config, dtype), config.layer_windows,
+            cache_spec(name, own, dtype), config.layer_windows,
             batch=cell.batch, prompt_tokens=cell.context, output_tokens=bench.output_tokens,
         )  # fmt: skip
         floor_ms = machine.bandwidth and (weight_bytes + kv_bytes) / machine.bandwidth * 1e3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mrv1.models import ModelConfig
+from mrv1.models import ModelConfig, ParallelContext
 from mrv1.models.weights import checkpoint_tensors, empty_weights
 from mrv1.runner.kv_cache import CacheSpec
 
@@ -16,13 +16,24 @@ COPY_BYTES = 1 << 30
 COPY_REPEATS = 20
 
 
-def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that every step reads once.
+def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+    """Return the configuration of one of some ranks, which all have as much."""
+    return _rank(num_ranks).shard(config)
+
+
+def _rank(num_ranks: int) -> ParallelContext:
+    return ParallelContext(size=num_ranks, all_reduce=torch.clone, all_gather=torch.clone)
+
+
+def step_weight_bytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
+    """Return the bytes of the weights that a rank reads once in every step.
 
     All weights, except an embedding that is not also the head: a step reads only the rows of its
-    tokens there, and these are not counted.
+    tokens there, and these are not counted. ``config`` is the rank's own, see ``rank_config``.
     """
-    tensors = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
+    rows = _rank(num_ranks).vocab_rows(config.vocab_size)
+    own = empty_weights(config, "meta", dtype, vocab_rows=rows)
+    tensors = checkpoint_tensors(config, own)
     if not config.tie_word_embeddings:
         del tensors["model.embed_tokens.weight"]
     return sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize

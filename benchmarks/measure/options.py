@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from mrv1.config import Dtype
+from mrv1.config import Dtype, LoadFormatName
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
@@ -45,6 +45,11 @@ class CheckpointBench(BenchOptions):
     """Name in ``SHAPES``, written as a checkpoint of random weights; None = ``model``."""
     model: str | None = None
     """Checkpoint to run instead of a shape."""
+    load_format: LoadFormatName = "auto"
+    """``dummy``: only the shape's ``config.json`` is written, and each engine makes up weights of
+    its own: engines have different models, and first tokens are not compared."""
+    tensor_parallel_size: int = 1
+    """GPUs of each engine."""
     dtype: Dtype = "auto"
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.9
@@ -56,6 +61,14 @@ class CheckpointBench(BenchOptions):
             raise ConfigError(
                 f"shape, model: expected one of the two, got {self.shape!r} and {self.model!r}"
             )
+        self.check_least(tensor_parallel_size=1)
+
+    def engine_model(self) -> dict[str, Any]:
+        """Return the options of the model that any engine takes under these names."""
+        return {
+            "load_format": self.load_format,
+            "tensor_parallel_size": self.tensor_parallel_size,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

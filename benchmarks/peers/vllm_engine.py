@@ -22,7 +22,8 @@ class Job:
     """What one process measures."""
 
     engine: dict[str, Any]
-    """Arguments of vLLM's ``EngineArgs``; ``stream_interval`` is at least ``output_tokens``."""
+    """Arguments of vLLM's ``EngineArgs``, where ``stream_interval`` is at least ``output_tokens``,
+    or of ``EngineConfig``."""
     on_cpu: bool
     probes: Prompts
     """Prompts whose first tokens are reported."""

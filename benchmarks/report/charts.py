@@ -33,6 +33,7 @@ VLLM_MODES = {
     "backend-fp8": "mrv1's attention, fp8 cache",
     "vllm": "vLLM alone",
     "vllm-fp8": "vLLM alone, fp8 cache",
+    "mrv1": "mrv1 alone",
 }
 """The modes of ``bench vllm``, in the order of a picture's bars."""
 

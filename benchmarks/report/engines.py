@@ -33,15 +33,25 @@ def modes_table(file: ResultFile) -> str:
     return with_conditions(
         markdown(COLUMNS["vllm"], [*cell_rows(result)]),
         file,
-        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, one "
-        f"{file.device}",
+        f"{result['shape']} shape, {_weights(result)}, {result['dtype']}, "
+        f"{_gpus(conditions)} {file.device}",
         f"{conditions['output_tokens']} output tokens, {conditions['sampling']}",
         f"medians of {_runs(conditions)} in each of {_processes(conditions)}",
-        "first tokens in runs of one token each" if result["schema"] == 1 else "",
+        "first tokens in runs of one token each" if file.key == ("vllm", 1) else "",
         versions(result),
         *(f"{name} failed: {mode['error']}" for name, mode in result["modes"].items()
           if mode["error"]),
     )  # fmt: skip
+
+
+def _gpus(conditions: Mapping[str, Any]) -> str:
+    number = conditions.get("tensor_parallel_size", 1)
+    return "one" if number == 1 else f"{number} x"
+
+
+def _weights(result: Mapping[str, Any]) -> str:
+    is_dummy = result["weights"] == "dummy"
+    return "weights of each engine's own" if is_dummy else f"{result['weights']} weights"
 
 
 def serving_table(file: ResultFile) -> str:
@@ -53,8 +63,8 @@ def serving_table(file: ResultFile) -> str:
     return with_conditions(
         markdown(COLUMNS["serving"], serving_rows(result)),
         file,
-        f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, one "
-        f"{file.device}{fp8}",
+        f"{result['shape']} shape, {_weights(result)}, {result['dtype']}, "
+        f"{_gpus(conditions)} {file.device}{fp8}",
         f"{conditions['num_conversations']:,} conversations, turns of each: "
         f"{conditions['num_turns']}, {arrivals(result)}"
         + (f" ({share:.0%} of what the first engine serves at most)" if share else ""),

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from benchmarks.report.files import OURS, ResultFile
 
-ENGINE_DEFAULTS = {"deterministic": False, "overlap": True, "cuda_graphs": True}
+ENGINE_DEFAULTS = {
+    "deterministic": False, "overlap": True, "cuda_graphs": True, "tensor_parallel_size": 1,
+}  # fmt: skip
 PLAIN = ENGINE_DEFAULTS | {
     "attention_backend": "triton",
     "enable_prefix_caching": False,

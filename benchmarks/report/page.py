@@ -54,6 +54,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "mrv1 beside vLLM": {("beside vllm", 1): vllm_table},
     "Serving": {("serving", 2): serving_table},
     "vLLM with mrv1": {("vllm", 1): modes_table, ("vllm", 2): modes_table},
+    "Several GPUs": {("ranks", 1): modes_table},
     "Whole-engine generation": {("generate", 2): generate_table},
     "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.measure.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
+from benchmarks.measure.floor import (
+    copy_bandwidth,
+    rank_config,
+    step_kv_bytes,
+    step_weight_bytes,
+)
 from benchmarks.measure.shapes import shape_config
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.formats import PageFormat
@@ -27,6 +32,19 @@ def test_weight_bytes_of_qwen3_equal_the_closed_form():
     assert elements == 596_049_920
     assert step_weight_bytes(QWEN3, torch.bfloat16) == 2 * elements
     assert step_weight_bytes(QWEN3, torch.float32) == 4 * elements
+
+
+def test_ranks_share_the_bytes_of_a_step():
+    llama = shape_config("llama3-70b")
+    hidden, mlp, size = 8192, 28_672, 4
+    layer = (hidden * (64 + 2 * 8) * 128 + 64 * 128 * hidden + 3 * hidden * mlp) // size
+    elements = 80 * (layer + 2 * hidden) + hidden + 250 * 128 * hidden  # groups of 128 tokens
+    assert 250 * 128 * size < 128_256 <= 251 * 128 * size
+    elements += 128 * hidden
+    own = rank_config(llama, size)
+    assert (own.num_q_heads, own.num_kv_heads, own.intermediate_size) == (16, 2, 7168)
+    assert step_weight_bytes(own, torch.bfloat16, size) == 2 * elements
+    assert rank_config(llama, 1) == llama
 
 
 def test_an_untied_embedding_is_not_counted_as_read():
@@ -87,7 +105,7 @@ def test_windows_bound_the_kv_bytes_that_are_read():
 
 
 def test_unknown_shape_is_refused():
-    names = r"qwen3-0\.6b, llama3-8b, tiny-random"
+    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, tiny-random"
     with pytest.raises(ConfigError, match=rf"shape: expected one of {names}, got"):
         shape_config("llama")
 

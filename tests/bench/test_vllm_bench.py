@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 from benchmarks.engines import driver, vllm
-from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.engines.checkpoint import write_checkpoint, write_config
+from benchmarks.engines.core_run import measure_core
 from benchmarks.engines.driver import Machine, agreement
 from benchmarks.engines.vllm import VLLMBench, cell_figures, run_vllm
 from benchmarks.kernels.attention_case import Cell
@@ -27,9 +29,13 @@ from benchmarks.measure.child import ChildError, run_in_child
 from benchmarks.measure.floor import step_weight_bytes
 from benchmarks.measure.shapes import shape_config
 from benchmarks.peers import vllm_engine
+from benchmarks.peers.vllm_engine import Job
+from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.models import Checkpoint, ModelConfig, random_weights
 from mrv1.models.weights import checkpoint_tensors
+from mrv1.runner.ranks import parallel_runner
+from tests.thread_ranks import ThreadRanks
 
 TINY = shape_config("tiny-random")
 BANDWIDTH = 1e9
@@ -111,6 +117,31 @@ def test_a_function_runs_in_a_process_of_its_own(
     events.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+# --- mrv1's engine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mrv1s_engine_sends_what_vllms_sends(tmp_path: Path, size: int, monkeypatch):
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    write_config(tmp_path, TINY, torch.float32)
+    prompts = [[1, 2, 3], [4, 5]]
+    job = Job(
+        engine={
+            "model": str(tmp_path), "load_format": "dummy", "tensor_parallel_size": size,
+            "device": "cpu", "max_model_len": 64, "num_kv_blocks": 8, "max_num_seqs": 2,
+            "enable_prefix_caching": False,
+        },
+        on_cpu=True, probes=prompts, near_tie=0.1, runs=[prompts, prompts], output_tokens=5,
+    )  # fmt: skip
+    sent: list[Any] = []
+    measure_core(job, sent.append)
+    start_s, first_tokens, *runs = sent
+    assert start_s > 0
+    assert [len(each) for each in first_tokens] == [2, 2]
+    assert [len(run["first_s"]) for run in runs] == [2, 2]
+    assert all(0 < max(run["first_s"]) < run["whole_s"] for run in runs)
 
 
 # --- vLLM's engine, under a fake clock -----------------------------------------------------------
@@ -221,6 +252,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "backend": [ChildError("ValueError: no CUSTOM", ["line 1", "line 2"])],
         "backend-fp8": [31.0, [[6, 0.3]], *runs, ChildError("out of memory", [])],
         "worker": [20.0, [[6, 0.3]], *equal_runs, *runs],
+        "mrv1": [10.0, [[5, 0.3]], *equal_runs, *runs],
         "jobs": {},
         "order": [],
     }
@@ -234,7 +266,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return
         (job,) = arguments
         options = {name: job.engine[name] for name in all_options if name in job.engine}
-        (mode,) = [name for name, value in vllm.MODES.items() if value == options]
+        of_vllm = {name: value for name, value in vllm.MODES.items() if name != "mrv1"}
+        (mode,) = [name for name, value in of_vllm.items() if value == options]
+        if function is vllm.measure_core:
+            mode = "mrv1"
         fake["jobs"][mode] = job
         fake["order"].append(mode)
         for event in fake[mode]:
@@ -303,6 +338,48 @@ def test_every_mode_gets_the_same_requests_and_options(processes: dict[str, Any]
     assert reference.engine["max_model_len"] == 105
     assert reference.engine["max_num_seqs"] == 4
     assert reference.engine["stream_interval"] == reference.output_tokens == 5
+
+
+def test_mrv1_gets_its_own_options_and_vllm_those_of_vllm(processes: dict[str, Any]):
+    options = {"modes": ("vllm", "mrv1"), "tensor_parallel_size": 2, "load_format": "dummy"}
+    result = run_vllm(VLLMBench(**SMALL | options))
+    both, of_vllm = (processes["jobs"][name].engine for name in ("mrv1", "vllm"))
+    assert (both.pop("device"), both["tensor_parallel_size"], both["load_format"]) == (
+        "auto", 2, "dummy",
+    )  # fmt: skip
+    assert of_vllm == both | {
+        "skip_tokenizer_init": True, "disable_log_stats": True, "stream_interval": 5,
+    }  # fmt: skip
+    EngineConfig(**both)
+    assert (result["op"], result["schema"], result["weights"]) == ("ranks", 1, "dummy")
+    assert result["modes"]["mrv1"]["agreement"] is None  # of another model
+    half = replace(TINY, num_q_heads=2, num_kv_heads=1, intermediate_size=48)
+    figures = result["results"][0]["modes"]["mrv1"]
+    # Of 320 tokens in groups of 128 the first rank has two groups.
+    head = 256 * TINY.hidden_size * 2
+    whole = TINY.vocab_size * TINY.hidden_size * 2
+    assert figures["weight_bytes"] == step_weight_bytes(half, torch.bfloat16) - whole + head
+    assert figures["kv_bytes"] == 2 * 2 * 1 * 64 * (8 + 2.5)
+
+
+def test_processes_may_start_together(processes: dict[str, Any]):
+    barrier = threading.Barrier(2, timeout=10)
+
+    class Process:
+        def __init__(self, events: list[Any]) -> None:
+            self.events = events
+
+        def __iter__(self) -> Iterator[Any]:
+            barrier.wait()
+            yield from self.events
+
+    for name in ("vllm", "worker"):
+        processes[name] = Process(processes[name])
+    options = {"modes": ("vllm", "worker"), "in_turns": True}
+    result = run_vllm(VLLMBench(**SMALL | options, start_together=True))
+    assert result["modes"]["vllm"]["agreement"] is None
+    assert result["modes"]["worker"]["agreement"] == {"equal": 0, "near_ties": 0, "different": 1}
+    assert [[*entry["modes"]] for entry in result["results"]] == [["vllm", "worker"]] * 2
 
 
 def test_figures_are_medians_over_the_runs_of_all_processes(processes: dict[str, Any]):
@@ -486,6 +563,8 @@ def test_without_vllm_one_line_says_what_to_install(run_bench, monkeypatch: pyte
         ({"shape": None}, "shape, model: expected one of the two"),
         ({"output_tokens": 1}, "output_tokens: expected >= 2, got 1"),
         ({"rounds": 0}, "rounds: expected >= 1, got 0"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected >= 1, got 0"),
+        ({"start_together": True}, "start_together: expected in_turns with it"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], message: str):
