@@ -20,9 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from mrv1.cli.console import INTERRUPTED
 
@@ -42,6 +44,7 @@ class Recipe:
     """About what it takes on an H200, kernels compiled."""
     needs: tuple[str, ...] = ()
     """Packages without which the file says nothing."""
+    gpus: int = 1
 
     def command(self, output: Path, commit: str) -> list[str]:
         """Return the command that writes ``output``."""
@@ -64,6 +67,18 @@ def script(name: str, seconds: float, *needs: str, options: str = "") -> Recipe:
     )
 
 
+def ranks(shape: str, options: str, gpus: int, seconds: float) -> Recipe:
+    """Return the recipe of a comparison of engines with several GPUs each."""
+    given = f"--shape {shape} --tensor-parallel-size {gpus} --load-format dummy {options}"
+    return replace(bench("vllm", f"{given} --output-tokens 128", seconds, "vllm"), gpus=gpus)
+
+
+TOGETHER = (
+    "--modes vllm,worker,mrv1 --cells 1x128,32x128,256x128 --in-turns --start-together "
+    "--gpu-memory-utilization 0.3 --kv-cache-memory-bytes 6000000000"
+)
+"""Engines that fit the GPUs' memory together."""
+BY_TURNS = "--modes vllm,mrv1 --cells 1x128,32x128,128x128"
 PREFILL = "--mode prefill --repeats 20"
 SHAPES = "--cells 1x8192,8x2048 --peers flash-attn-3"
 POLICY = "--streaming-ratio 0.5 --window 4096 --sink 0"
@@ -123,6 +138,9 @@ RECIPES: dict[str, Recipe] = {
         "--shape llama3-8b --cells 32x8192 --repeats 1 --modes vllm,backend-fp8,vllm-fp8",
         400, "vllm",
     ),
+    # several GPUs
+    **{f"ranks-8b-{gpus}": ranks("llama3-8b", TOGETHER, gpus, 140) for gpus in (2, 4)},
+    **{f"ranks-70b-{gpus}": ranks("llama3-70b", BY_TURNS, gpus, 260) for gpus in (2, 4)},
     # kernels
     "attention-decode": bench("attention", "--repeats 15", 90),
     "attention-decode-fp8": bench("attention", "--kv-dtype fp8_e4m3 --repeats 20", 100),
@@ -321,7 +339,10 @@ def remake(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
         recipe = RECIPES[name]
         missing = [package for package in recipe.needs if find_spec(package) is None]
         left = None if end is None else end - time.monotonic()
-        if missing:
+        found = recipe.gpus if options.list or recipe.gpus == 1 else torch.cuda.device_count()
+        if found < recipe.gpus:
+            yield name, f"not run: it takes {recipe.gpus} GPUs, {found} are visible"
+        elif missing:
             yield name, f"not run: {', '.join(missing)} is not installed"
         elif left is not None and left < recipe.seconds:
             yield name, f"not run: it takes {recipe.seconds:.0f} s, {max(left, 0):.0f} s are left"

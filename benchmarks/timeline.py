@@ -1,11 +1,13 @@
 """Record what the host and the GPU do in a few decode steps, on one clock.
 
 python -m benchmarks.timeline OUTPUT.json [--shape qwen3-0.6b] [--batch 32] [--steps 3]
+                              [--tensor-parallel-size 1]
 
 A recording by torch's profiler of steady steps: the host's calls (``schedule``, ``execute``,
 ``read``, which may wait for the GPU, and ``update``), and each kernel and copy on the GPU with the
 step that launched it. The profiler makes the host's calls slow, so the times of the host are upper
-bounds; ``mrv1 bench runner`` measures them.
+bounds; ``mrv1 bench runner`` measures them. Of several GPUs the first is recorded. The table that
+is printed says how long each kernel runs; some start before the kernel before them has ended.
 """
 
 from __future__ import annotations
@@ -13,22 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from torch.profiler import record_function
 
-from benchmarks.measure.shapes import shape_config
+from benchmarks.engines.engine import EngineBench, start_engine
 from benchmarks.measure.trace import DEVICE_WORK, HOST_CALLS, Event, profiled
-from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.engine.scheduler import Scheduler
-from mrv1.models import random_model
 from mrv1.provenance import provenance
 from mrv1.runner import ModelRunner
 from mrv1.runner.async_output import AsyncOutput
@@ -99,6 +100,32 @@ def timeline(events: Iterable[Event], num_steps: int) -> dict[str, list[dict[str
     }
 
 
+def by_kernel(gpu: Sequence[Mapping[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+    """Return for each kernel or copy its number in a step, and its microseconds.
+
+    Args:
+        gpu: of ``timeline``, of whole steps.
+        num_steps: how many they are.
+
+    Returns:
+        ``name``, ``count`` and ``step_us`` a step, ``median_us`` of one; the longest in a step
+        comes first.
+    """
+    times: dict[str, list[float]] = {}
+    for each in gpu:
+        times.setdefault(each["name"], []).append(each["us"])
+    rows = [
+        {
+            "name": name,
+            "count": len(us) / num_steps,
+            "median_us": median(us),
+            "step_us": sum(us) / num_steps,
+        }
+        for name, us in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row["step_us"])
+
+
 def _times(event: Event, begin: float) -> dict[str, float]:
     return {"start_us": round(event["ts"] - begin, 1), "us": round(event["dur"], 1)}
 
@@ -141,29 +168,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--commit", help="commit of the source; default: ask git")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     options = parser.parse_args(arguments)
     device = resolve_device("cuda")
-    config = EngineConfig(
-        model=options.shape, max_model_len=1024, max_num_seqs=options.batch,
-        num_kv_blocks=options.batch * 16,
-    )  # fmt: skip
-    model = random_model(shape_config(options.shape), "auto", device, seed=0)
-    core = EngineCore(config, model=model, progress=False)
+    bench = EngineBench(
+        shape=options.shape,
+        batches=(options.batch,),
+        prompt_tokens=PROMPT_TOKENS,
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
+    core, _ = start_engine(bench, device, max_model_len=1024)
     try:
         recorded = record(core, options.batch, options.steps)
     finally:
         core.runner.close()
     result = {
-        "op": "timeline", "schema": 1, "shape": options.shape, "weights": "random",
+        "op": "timeline", "schema": 1, "shape": options.shape, "weights": bench.weights,
         **provenance(device, options.commit),
         "conditions": {
             "batch": options.batch, "prompt_tokens": PROMPT_TOKENS, "warm_steps": 2 * WARM_STEPS,
+            "tensor_parallel_size": options.tensor_parallel_size,
             "recorded": "by torch's profiler, which makes the host's calls slow",
         },
         **recorded,
     }  # fmt: skip
     options.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print(f"{len(recorded['gpu'])} kernels and copies, {len(recorded['host'])} calls")
+    for row in by_kernel(recorded["gpu"], options.steps):
+        print("{count:7.1f} x {median_us:8.1f} = {step_us:9.1f} us  {name:.80}".format(**row))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from benchmarks.engines.checkpoint import write_config
 from benchmarks.measure.options import BenchOptions
 from benchmarks.measure.shapes import shape_config
 from mrv1.config import (
@@ -40,6 +42,9 @@ class EngineBench(BenchOptions):
     batches: tuple[int, ...] = (1, 32, 256)
     """Concurrent requests; several sizes are measured one after the other in one engine."""
     prompt_tokens: int = 128
+    tensor_parallel_size: int = 1
+    """GPUs that share the model; with several, a shape's weights are those of
+    ``load_format="dummy"``."""
     dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     kv_scale: KVScaleName = "token"
@@ -60,7 +65,14 @@ class EngineBench(BenchOptions):
             )
         if not self.batches or min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
             raise ConfigError(f"batch: expected different sizes >= 1, got {list(self.batches)}")
-        self.check_least(prompt_tokens=1)
+        self.check_least(prompt_tokens=1, tensor_parallel_size=1)
+
+    @property
+    def weights(self) -> str:
+        """Where the weights come from, for the result."""
+        if self.shape is None:
+            return "checkpoint"
+        return "random" if self.tensor_parallel_size == 1 else "dummy"
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:
         """Return ``batch`` random prompts, different in every run."""
@@ -74,6 +86,7 @@ class EngineBench(BenchOptions):
         names = (
             "kv_cache_dtype", "kv_scale", "attention_backend", "deterministic", "overlap",
             "cuda_graphs", "enable_prefix_caching", "block_size", "max_num_batched_tokens",
+            "tensor_parallel_size",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {"max_num_seqs": max(self.batches)}
 
@@ -147,13 +160,9 @@ def triton_cache(before: int | None, after: int | None) -> TritonCache | None:
 
 
 def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> EngineCore:
-    config = EngineConfig(
-        model=bench.model or str(bench.shape),
-        dtype=bench.dtype,
-        device=str(device),
-        max_model_len=max_model_len,
-        **bench.engine_options(),
-    )
+    if bench.weights == "dummy":
+        return _of_made_up_weights(bench, device, max_model_len)
+    config = _config(bench, device, max_model_len)
     if bench.shape is None:
         return EngineCore(config)
     model = random_model(
@@ -164,3 +173,24 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
         deterministic=bench.deterministic,
     )
     return EngineCore(config, model=model)
+
+
+def _of_made_up_weights(
+    bench: EngineBench, device: torch.device, max_model_len: int
+) -> EngineCore:
+    """Return an engine whose ranks, which are processes, read a shape from a ``config.json``."""
+    shape = shape_config(str(bench.shape))
+    with TemporaryDirectory(prefix="mrv1-bench-") as folder:
+        write_config(Path(folder), shape, shape.torch_dtype)
+        config = _config(bench, device, max_model_len)
+        return EngineCore(replace(config, model=folder, load_format="dummy"))
+
+
+def _config(bench: EngineBench, device: torch.device, max_model_len: int) -> EngineConfig:
+    return EngineConfig(
+        model=bench.model or str(bench.shape),
+        dtype=bench.dtype,
+        device=str(device),
+        max_model_len=max_model_len,
+        **bench.engine_options(),
+    )

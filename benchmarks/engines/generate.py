@@ -65,7 +65,7 @@ def run_generate(
             "op": "generate",
             "schema": SCHEMA,
             "shape": bench.shape or bench.model,
-            "weights": "random" if bench.shape else "checkpoint",
+            "weights": bench.weights,
             "dtype": str(core.runner.model.dtype).removeprefix("torch."),
             "path": core.runner.path,
             **provenance(device, bench.commit),
@@ -121,7 +121,7 @@ def _summary(
         return float(statistics.median(getattr(sample, name) for sample in samples))
 
     config, dtype = core.runner.model_config, core.runner.model.dtype
-    weight_bytes = step_weight_bytes(config, dtype)
+    weight_bytes = step_weight_bytes(config, dtype, bench.tensor_parallel_size)
     kv_bytes = step_kv_bytes(
         core.runner.spec, config.layer_windows, batch=batch,
         prompt_tokens=bench.prompt_tokens, output_tokens=bench.output_tokens,

@@ -112,7 +112,7 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
             "op": "runner",
             "schema": SCHEMA,
             "shape": bench.shape or bench.model,
-            "weights": "random" if bench.shape else "checkpoint",
+            "weights": bench.weights,
             "dtype": str(core.runner.model.dtype).removeprefix("torch."),
             "path": core.runner.path,
             **provenance(device, bench.commit),

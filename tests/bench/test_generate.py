@@ -14,7 +14,7 @@ import torch
 from benchmarks.engines import engine, sample
 from benchmarks.engines.generate import GenerateBench, run_generate
 from benchmarks.engines.sample import run_once
-from benchmarks.measure.floor import step_kv_bytes, step_weight_bytes
+from benchmarks.measure.floor import rank_config, step_kv_bytes, step_weight_bytes
 from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore
@@ -24,7 +24,9 @@ from mrv1.kernels.cache.formats import PageFormat
 from mrv1.models import DecoderModel, random_weights
 from mrv1.runner import ModelRunner
 from mrv1.runner.kv_cache import CacheSpec
+from mrv1.runner.ranks import parallel_runner
 from mrv1.sampler import SamplingParams
+from tests.thread_ranks import ThreadRanks
 
 SMALL = {
     "shape": "tiny-random",
@@ -60,6 +62,16 @@ def test_result_has_the_schema_and_survives_json():
     assert result["start"]["seconds"] > 0
     assert result["start"]["triton_cache"] is None  # nothing is compiled
     assert len(said) == 1 + 2 * 3  # the start line, then per batch a warm-up and two runs
+
+
+def test_ranks_run_a_shape_with_made_up_weights(monkeypatch):
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    result = run_generate(GenerateBench(**SMALL, tensor_parallel_size=2))
+    assert (result["weights"], result["conditions"]["tensor_parallel_size"]) == ("dummy", 2)
+    own = rank_config(shape_config("tiny-random"), 2)
+    for entry in result["results"]:
+        assert [run["num_tokens"] for run in entry["samples"]] == [entry["batch"] * 5] * 2
+        assert entry["weight_bytes"] == step_weight_bytes(own, torch.float32, 2)
 
 
 def test_every_batch_has_its_figures():

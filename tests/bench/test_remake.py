@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -127,6 +127,7 @@ def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, ca
         "fails": python("sys.exit('no GPU')", 2),
         "lacks": python("", 2, "a_package_that_nobody_has"),
         "long": python("", 1e6),
+        "wide": replace(python("", 2), gpus=99),
     }
     monkeypatch.setattr(remake, "RECIPES", recipes)
     arguments = [str(tmp_path), "--suffix", "x", "--commit", "c", "--seconds", "600"]
@@ -135,6 +136,7 @@ def test_files_are_made_in_time_and_failures_are_named(monkeypatch, tmp_path, ca
     said = capfd.readouterr().err.splitlines()
     assert "fails: failed: no GPU" in said
     assert "lacks: not run: a_package_that_nobody_has is not installed" in said
+    assert [line for line in said if line.startswith("wide: not run: it takes 99 GPUs, ")]
     assert [line for line in said if line.startswith("long: not run: it takes 1000000 s, ")]
     assert remake.main([*arguments, "writes", "long"]) == 0
     assert remake.main([*arguments, "--list"]) == 0

@@ -52,6 +52,17 @@ def test_the_last_whole_steps_are_returned_from_their_first_event_on():
     assert found["host"][1]["us"] == 30
 
 
+def test_kernels_are_summed_up_by_name():
+    gpu = [
+        *({"step": step, "name": "sum", "us": us} for step in range(2) for us in (4.0, 6.0, 5.0)),
+        {"step": 0, "name": "copy", "us": 50.0},
+    ]
+    assert timeline.by_kernel(gpu, 2) == [
+        {"name": "copy", "count": 0.5, "median_us": 50.0, "step_us": 25.0},
+        {"name": "sum", "count": 3.0, "median_us": 5.0, "step_us": 15.0},
+    ]
+
+
 def test_a_trace_with_too_few_steps_is_refused():
     with pytest.raises(ValueError, match="num_steps: expected at most 4 of the trace, got 5"):
         timeline.timeline(_trace(6), 5)
