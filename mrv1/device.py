@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -112,6 +113,40 @@ def resolve_device(device: str | torch.device, option: str = "device") -> torch.
             f"{option}='cpu'"
         )
     return resolved
+
+
+def rank_devices(device: str, size: int) -> list[torch.device]:
+    """Return the device of each of ``size`` ranks: the CPU for all, or GPU r for rank r.
+
+    Raises:
+        ConfigError: ``device`` is not 'auto', 'cpu' or 'cuda', or fewer GPUs are visible.
+        UnsupportedDeviceError: as ``resolve_device``.
+    """
+    first = resolve_device(device)
+    if first.type == "cpu":
+        return [first] * size
+    if first.index:
+        raise ConfigError(
+            f"device: expected 'cuda' with tensor_parallel_size={size}, whose ranks are on the "
+            f"first {size} visible GPUs, got {device!r}; choose others with CUDA_VISIBLE_DEVICES"
+        )
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < size:
+        raise ConfigError(
+            f"tensor_parallel_size: expected at most {num_gpus} ranks, one for each visible GPU, "
+            f"got {size}"
+        )
+    return [resolve_device(f"cuda:{rank}") for rank in range(size)]
+
+
+def reach_each_other(devices: Sequence[torch.device]) -> bool:
+    """Return whether each of several GPUs can read and write the memory of all others."""
+    return all(
+        torch.cuda.can_device_access_peer(one, other)
+        for one in devices
+        for other in devices
+        if one != other
+    )
 
 
 def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

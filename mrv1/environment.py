@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,21 @@ def child_environment(**variables: str) -> dict[str, str]:
 def export(**variables: str) -> None:
     """Set variables of a package that a process of our own is about to import."""
     os.environ.update(variables)
+
+
+@contextmanager
+def exported(**variables: str) -> Iterator[None]:
+    """Set variables that another package reads in the body, and put them back afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 VARIABLES: dict[str, Callable[[], Any]] = {

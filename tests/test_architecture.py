@@ -399,6 +399,8 @@ WAITING_FUNCTIONS = {
     "runner.model_runner:ModelRunner._synchronize": "between steps, in no step",
     "runner.profile:run_profile_step": "start-up, before the first step",
     "runner.profile:_launch_padding": "start-up, before the first step",
+    "runner.ranks.groups:Nccl.connect": "start-up, before the first step",
+    "runner.ranks.symmetric_memory:SymmetricMemory.allocate": "start-up, before the first step",
     "runner.request_state:RequestState.stage": "a numpy array of the plan",
     "runner.request_state:RequestState._check_rows": "a numpy array of the plan",
     "runner.request_state:RequestState.take_drafts": "numpy arrays of a result",

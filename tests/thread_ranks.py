@@ -5,8 +5,9 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -93,8 +94,14 @@ def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[R
 class ThreadRanks:
     """Stands in for ``processes.Ranks``; what is sent is pickled as for a process."""
 
-    def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
-        size = config.tensor_parallel_size
+    def __init__(
+        self,
+        config: EngineConfig,
+        head_policy: HeadPolicy | None,
+        devices: Sequence[torch.device],
+    ) -> None:
+        size = len(devices)
+        self.failure: str | None = None
         self._meeting = Meeting(size)
         self._calls = [queue.Queue() for _ in range(1, size)]
         self._errors: list[BaseException] = []
@@ -139,13 +146,25 @@ class ThreadRanks:
         for calls in self._calls:
             calls.put(pickle.dumps((name, args)))
 
-    def cause(self, error: BaseException) -> str:
-        return "; ".join(map(repr, self._errors or [error]))
+    def describe(self) -> str:
+        return "threads"
 
-    def stop(self, seconds: float = 0.0) -> None:
+    def waiting(self, what: str, timeout: float | None = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end(self, error: BaseException) -> str:
+        if self.failure is None:
+            self.failure = "; ".join(map(repr, self._errors or [error]))
+            self._meeting.abort()
+            self._join()
+        return self.failure
+
+    def close(self) -> None:
+        if self.failure is None:
+            self._join()
+
+    def _join(self) -> None:
         for calls in self._calls:
             calls.put(None)
-        if seconds == 0.0:
-            self._meeting.abort()
         for thread in self._threads:
             thread.join(TIMEOUT_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -134,6 +135,7 @@ class AsyncOutput:
         on_output: Callable[[StepOutput], None] | None = None,
         logprobs: Sequence[LogprobReport | StoredLogprobs] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
+        waiting: Callable[[str], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Store the arguments; nothing waits yet.
 
@@ -147,10 +149,12 @@ class AsyncOutput:
             on_output: called with the result once it has been read.
             logprobs: log-probabilities of the tokens that the step draws.
             prompt_logprobs: log-probabilities of prompt tokens.
+            waiting: returns a context for the wait, which may raise a RuntimeError at its end.
         """
         self._plan, self._rows, self._done, self._on_output = plan, rows, done, on_output
         self._num_output, self._tokens, self._refusals = num_output, tokens, refusals or {}
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
+        self._waiting = waiting
         self._outcome: StepOutput | StepError | None = None
 
     @property
@@ -185,7 +189,8 @@ class AsyncOutput:
         """Wait and read the step's buffers; returns and raises as ``result`` does."""
         if self._outcome is None:
             try:
-                self._wait(timeout)
+                with self._waiting(f"step {self._plan.step_id}"):
+                    self._wait(timeout)
                 output = self._outcome = self._collect()
                 if self._on_output is not None:
                     self._on_output(output)

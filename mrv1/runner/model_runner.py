@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_NOTHING_TO_DO = nullcontext()
+_NOTHING_TO_DO: AbstractContextManager[None] = nullcontext()
 
 _CLOSED = "ModelRunner: expected an open runner, got one that was closed"
 
@@ -369,9 +369,15 @@ class ModelRunner:
             on_output=self.state.take_drafts if rows.shape.has_drafts else None,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            waiting=self._waiting,
         )
         self._outputs.deliver(output)
         return output
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        """Return a context in which the host waits for the device, which runs ``what``."""
+        del what
+        return _NOTHING_TO_DO
 
     # --- what a step is given -------------------------------------------------------------
     @property

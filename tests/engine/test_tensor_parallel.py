@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -217,7 +218,8 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
 
 
 def test_a_gpu_is_refused(checkpoint, monkeypatch):
-    monkeypatch.setattr(parallel_runner, "resolve_device", lambda name: torch.device("cuda:0"))
+    gpus = [torch.device("cuda", rank) for rank in range(2)]
+    monkeypatch.setattr(parallel_runner, "rank_devices", lambda name, size: gpus)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 1 on cuda:0, got 2;"):
         LLM(str(checkpoint), tensor_parallel_size=2)
 
@@ -262,7 +264,7 @@ def check_without_ranks(llm: LLM) -> None:
 
 def test_a_send_to_a_rank_that_reads_nothing_fails_after_a_while(monkeypatch):
     monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 1.0)
-    ours, theirs = torch.multiprocessing.get_context("spawn").Pipe()
+    ours, theirs = Pipe()
     processes.limit_sends(ours)
     start = time.monotonic()
     with pytest.raises(OSError, match=r"temporarily unavailable|timed out"):
@@ -395,18 +397,17 @@ import json, os, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from mrv1 import LLM, SamplingParams
 
-if __name__ == "__main__":
-    llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_kv_blocks=32)
-    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    stream = llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
-    next(stream)
-    pids = [each.process.pid for each in llm.engine.runner._ranks._members]
-    try:  # the signal may come as soon as the pids are printed
-        print(json.dumps(pids), flush=True)
-        for _ in stream:
-            pass
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
+llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_kv_blocks=32)
+params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+stream = llm.stream({"prompt_token_ids": [5, 6, 7]}, params)
+next(stream)
+pids = [each.process.pid for each in llm.engine.runner._ranks._members]
+try:  # the signal may come as soon as the pids are printed
+    print(json.dumps(pids), flush=True)
+    for _ in stream:
+        pass
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
 """
 
 

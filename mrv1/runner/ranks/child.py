@@ -1,59 +1,102 @@
-"""The process of a rank but 0: it makes the calls that rank 0 sends until that closes."""
+"""What a rank but 0 does: it makes the calls that rank 0 sends until that ends or closes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import sys
+import threading
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import torch
 
 from mrv1.config import EngineConfig
+from mrv1.device import rank_devices
 from mrv1.headwise import HeadPolicy
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks.failure import RankFailure
-from mrv1.runner.ranks.groups import Gloo, open_store
+from mrv1.runner.ranks.groups import open_store
+from mrv1.runner.ranks.links import Links
 
 
-def serve(
-    rank: int,
-    config: EngineConfig,
-    head_policy: HeadPolicy | None,
-    port: int,
-    connection: Connection,
-    num_threads: int,
-    *,
-    timeout: float,
-) -> None:
-    """Run a rank until rank 0 closes the connection: the main function of its process."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What a rank is told first."""
+
+    rank: int
+    config: EngineConfig
+    """With the checkpoint's directory."""
+    head_policy: HeadPolicy | None
+    port: int
+    """Rank 0's store."""
+    num_threads: int
+    timeout: float
+    """Seconds; see ``processes.TIMEOUT_SECONDS``."""
+
+
+def main(file_descriptor: int) -> None:
+    """Run the rank whose connection to rank 0 was inherited as ``file_descriptor``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then ends this one
-    torch.set_num_threads(num_threads)
-    size = config.tensor_parallel_size
-    gloo = Gloo(rank, size, timeout)
+    connection = Connection(file_descriptor)
+    threading.Thread(target=_end_with_rank_0, args=(file_descriptor,), daemon=True).start()
+    code = 0
     try:
-        runner = ModelRunner(
-            config, head_policy=head_policy, parallel=gloo.context, allocates=False, progress=False
-        )
-        connection.send(None)
-        gloo.connect(open_store(port, size))
-        runner.allocate_kv_cache(progress=False)
-        connection.send(None)
-        while True:
-            try:
-                name, args = connection.recv()
-            except EOFError:
-                return
-            make_call(runner, name, *args)
+        serve(connection, connection.recv())
+    except EOFError:  # rank 0 has closed the connection
+        pass
     except BaseException as error:
+        code = 1
         with contextlib.suppress(OSError):  # rank 0 has ended
             connection.send(RankFailure.of(error))
-        sys.exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # an orderly end would wait for kernels, which may wait for other ranks
+
+
+def _end_with_rank_0(file_descriptor: int) -> None:
+    """End this process, whatever it waits for, once the other end of the connection is closed."""
+    poll = select.poll()
+    poll.register(file_descriptor, 0)  # hang-ups alone
+    poll.poll()
+    os._exit(1)
+
+
+def serve(connection: Connection, start: RankStart) -> None:
+    """Run a rank until rank 0 closes the connection, which raises EOFError."""
+    torch.set_num_threads(start.num_threads)
+    size = start.config.tensor_parallel_size
+    devices = rank_devices(start.config.device, size)
+    device = devices[start.rank]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    links = Links(
+        start.rank,
+        devices,
+        open_store(start.port, size),
+        meet=lambda: connection.send(None),
+        timeout=start.timeout,
+    )
+    runner = ModelRunner(
+        replace(start.config, device=str(device)),
+        head_policy=start.head_policy,
+        parallel=links.context,
+        allocates=False,
+        progress=False,
+    )
+    links.connect()
+    runner.allocate_kv_cache(progress=False)
+    connection.send(None)
+    while True:
+        name, args = connection.recv()
+        make_call(runner, name, *args)
 
 
 def make_call(runner: ModelRunner, name: str, *args: object) -> None:
     """Make rank 0's call on another rank's runner; raise even if only the step's result fails."""
     output = getattr(runner, name)(*args)
-    if isinstance(output, AsyncOutput):
+    if isinstance(output, AsyncOutput) and runner.device.type == "cpu":
         output.result()

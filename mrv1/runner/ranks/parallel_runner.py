@@ -8,6 +8,7 @@ does not answer ends them all: the others are at another point of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from typing import NoReturn, TypeVar
 
@@ -15,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig, checkpoint_dir
-from mrv1.device import resolve_device
+from mrv1.device import rank_devices
 from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
-from mrv1.models import DecoderModel, ModelConfig, NamedTensors
+from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
 from mrv1.runner.ranks.failure import PeerError
 from mrv1.runner.ranks.groups import Gloo
-from mrv1.runner.ranks.processes import TIMEOUT_SECONDS, Ranks
+from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.step import SlotRequest, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
@@ -80,17 +81,18 @@ class ParallelRunner(ModelRunner):
                 raise ConfigError(
                     f"{name}: expected none with tensor_parallel_size={size}, got one"
                 )
-        device = resolve_device(config.device)
-        if device.type != "cpu":
+        devices = rank_devices(config.device, size)
+        if devices[0].type != "cpu":
             raise ConfigError(
-                f"tensor_parallel_size: expected 1 on {device}, got {size}; several ranks run on "
-                "device='cpu' only so far"
+                f"tensor_parallel_size: expected 1 on {devices[0]}, got {size}; several ranks run "
+                "on device='cpu' only so far"
             )
         config = replace(config, model=str(checkpoint_dir(config.model, progress=progress)))
-        Gloo(0, size, TIMEOUT_SECONDS).context.shard(ModelConfig.from_pretrained(config.model))
-        self._ended: str | None = None
-        """Why no rank runs any more; None = all run."""
-        self._ranks = Ranks(config, head_policy)
+        unlinked = Gloo(0, size, timeout=0.0)  # a context of several ranks has collectives
+        ParallelContext(
+            size=size, all_reduce=unlinked.all_reduce, all_gather=unlinked.all_gather
+        ).shard(ModelConfig.from_pretrained(config.model))
+        self._ranks = Ranks(config, head_policy, devices)
         try:
             super().__init__(
                 config,
@@ -101,14 +103,13 @@ class ParallelRunner(ModelRunner):
             )
             self._ranks.connect()
             self._start_clock.lap("ranks")
-            self.allocate_kv_cache(progress=progress)
+            with self._ranks.waiting("the start", START_SECONDS):
+                self.allocate_kv_cache(progress=progress)
             self._ranks.await_ready()
         except PeerError as error:
-            cause = self._ranks.cause(error)
-            self._ranks.stop(0.0)
-            raise RuntimeError(f"tensor_parallel_size: {cause}") from error
-        except BaseException:
-            self._ranks.stop(0.0)
+            raise RuntimeError(f"tensor_parallel_size: {self._ranks.end(error)}") from error
+        except BaseException as error:
+            self._ranks.end(error)
             raise
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
@@ -129,19 +130,19 @@ class ParallelRunner(ModelRunner):
 
     def _on_all_ranks(self, plan: StepPlan, call: Callable[..., Result], *args: object) -> Result:
         """Have every rank make a call of the step ``plan``, and return this rank's result."""
-        cause = None
-        if self._ended is None:
+        cause: BaseException = PeerError("a rank has failed before")
+        if self._ranks.failure is None:
             self.check_usable()
             try:
                 self._ranks.send(call.__name__, *args)
                 return call(*args)
             except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
-                self._end(error)
-                if not isinstance(error, Exception):
-                    raise
                 cause = error
+        self._end(cause)
+        if not isinstance(cause, Exception):
+            raise cause
         raise StepError(
-            f"tensor_parallel_size: {self._ended}",
+            f"tensor_parallel_size: {self._ranks.failure}",
             step_id=plan.step_id,
             req_ids=plan.req_ids,
             device_lost=True,
@@ -149,14 +150,14 @@ class ParallelRunner(ModelRunner):
 
     def _end(self, error: BaseException) -> None:
         """End all ranks after a call that failed on one."""
-        is_interrupt = not isinstance(error, Exception)
-        self._ended = f"rank 0: {error!r}" if is_interrupt else self._ranks.cause(error)
-        self._unusable = f"tensor_parallel_size: {self._ended}; make a new engine"
-        self._ranks.stop(0.0)
+        self._unusable = f"tensor_parallel_size: {self._ranks.end(error)}; make a new engine"
+
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        return self._ranks.waiting(what)
 
     def discard(self) -> None:
         """Give up a step on every rank; see ``ModelRunner.discard``."""
-        if self._ended is None and not self._closed:
+        if self._ranks.failure is None and not self._closed:
             try:
                 self._ranks.send("discard")
             except BaseException as error:
@@ -167,7 +168,8 @@ class ParallelRunner(ModelRunner):
 
     def after_fork(self) -> None:
         """Refuse to run in this process, a forked child, which has no ranks."""
-        self._ended = self._unusable = FORKED
+        self._ranks.failure = self._unusable = FORKED
+        super().after_fork()
 
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Refuse an item: only a single rank takes features."""
@@ -198,10 +200,11 @@ class ParallelRunner(ModelRunner):
         return f"tensor_parallel_size={self.config.tensor_parallel_size}"
 
     def describe(self) -> str:
-        """Return one line about rank 0: as ``ModelRunner.describe``, and the number of ranks."""
-        return f"{super().describe()}, rank 0 of {self.config.tensor_parallel_size} over gloo"
+        """Return one line about rank 0: as ``ModelRunner.describe``, and how ranks are linked."""
+        size, links = self.config.tensor_parallel_size, self._ranks.describe()
+        return f"{super().describe()}, rank 0 of {size} over {links}"
 
     def close(self) -> None:
         """End the other ranks and free this one's memory; the runner cannot be used afterwards."""
-        self._ranks.stop()
         super().close()
+        self._ranks.close()

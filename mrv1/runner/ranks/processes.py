@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
-import torch.multiprocessing
 
 from mrv1.config import EngineConfig
+from mrv1.environment import child_environment
 from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
 from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ParallelContext
 from mrv1.runner.model_runner import is_caused_by
-from mrv1.runner.ranks.child import serve
+from mrv1.runner.ranks.child import RankStart
 from mrv1.runner.ranks.failure import PeerError, RankFailure
-from mrv1.runner.ranks.groups import Gloo, open_store
-
-if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
+from mrv1.runner.ranks.groups import open_store
+from mrv1.runner.ranks.links import Links
+from mrv1.runner.ranks.watch import Watch
 
 TIMEOUT_SECONDS = 60.0
 """Longest wait of a rank for the other ranks within a step; one that takes longer hangs."""
@@ -49,9 +52,27 @@ _START_ERRORS = {
 class Member:
     """Another rank, as rank 0 sees it."""
 
-    def __init__(self, rank: int, process: SpawnProcess, connection: Connection) -> None:
+    def __init__(
+        self, rank: int, process: subprocess.Popen[bytes], connection: Connection
+    ) -> None:
         self.rank, self.process, self.connection = rank, process, connection
         self._failure: RankFailure | None = None
+
+    @classmethod
+    def start(cls, start: RankStart) -> Member:
+        """Start the process of a rank, which reads ``start`` and serves."""
+        ours, theirs = Pipe()
+        limit_sends(ours)
+        with theirs:  # closed here, so that the end of the process is the end of the connection
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "mrv1.runner.ranks", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # the terminal's Ctrl-C is for rank 0 alone
+                env=child_environment(PYTHONPATH=_python_path()),
+            )
+        ours.send(start)
+        return cls(start.rank, process, ours)
 
     def await_ready(self, deadline: float) -> None:
         """Wait until the rank is ready, up to ``deadline`` on the clock of ``time.monotonic``.
@@ -74,30 +95,38 @@ class Member:
             try:
                 self._failure = self.connection.recv()
             except (EOFError, OSError):  # without a word
-                self.process.join(REPORT_SECONDS)
-                self._failure = RankFailure(
-                    kind="", message=_exit_of(self.process.exitcode), is_of_peer=False
-                )
+                message = "its process closed its connection"
+                with suppress(subprocess.TimeoutExpired):
+                    message = _exit_of(self.process.wait(REPORT_SECONDS))
+                self._failure = RankFailure(kind="", message=message, is_of_peer=False)
         return self._failure
 
     def stop(self, seconds: float) -> None:
         """Let the rank end by itself, which it does when it waits for a call; else kill it."""
         self.connection.close()
-        self.process.join(seconds)
-        if self.process.is_alive():
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.join()
+            self.process.wait()
+
+    def leave(self) -> None:
+        """Leave the rank to the parent of this process, a forked child."""
+        self.connection.close()
+        self.process.returncode = 0  # it is no child of this process, which cannot wait for it
 
 
-def _exit_of(code: int | None) -> str:
-    if code is None:
-        return "its process closed its connection"
+def _python_path() -> str:
+    """Return the variable with which a child finds every module where this process does."""
+    root = str(Path(__file__).resolve().parents[3])
+    paths = [path or os.getcwd() for path in sys.path]
+    return os.pathsep.join(paths if root in paths else [root, *paths])
+
+
+def _exit_of(code: int) -> str:
     if code < 0:
         return f"its process was ended by {signal.Signals(-code).name}"
-    return (
-        f"its process ended with exit code {code} (see stderr; a script that is run as a file has "
-        'to make the engine under `if __name__ == "__main__":`)'
-    )
+    return f"its process ended with exit code {code} (see stderr)"
 
 
 def _stop(members: Sequence[Member], seconds: float) -> None:
@@ -109,40 +138,52 @@ def _stop(members: Sequence[Member], seconds: float) -> None:
 
 
 class Ranks:
-    """The processes of all ranks but this one, 0; ``config`` has the checkpoint's directory."""
+    """The processes of all ranks but this one, 0, and this one's links with them.
 
-    def __init__(self, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
-        size = config.tensor_parallel_size
-        self._gloo = Gloo(0, size, TIMEOUT_SECONDS)
-        self._store = open_store(0, size)
+    ``config`` has the checkpoint's directory, ``devices`` the device of each rank.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        head_policy: HeadPolicy | None,
+        devices: Sequence[torch.device],
+    ) -> None:
+        size = len(devices)
+        self.links = Links(
+            0, devices, open_store(0, size), meet=self.await_ready, timeout=TIMEOUT_SECONDS
+        )
+        self.failure: str | None = None
+        """Why no rank runs any more; None = all run."""
+        self._lock = threading.Lock()
+        self._watch = None if devices[0].type == "cpu" else Watch(self)
         self._members: list[Member] = []
         self._finalizer = weakref.finalize(self, _stop, self._members, 0.0)
         tell_of_forks(self)
-        spawn = torch.multiprocessing.get_context("spawn")  # a fork would share torch's threads
         num_threads = max(torch.get_num_threads() // size, 1)
         for rank in range(1, size):
-            ours, theirs = spawn.Pipe()
-            limit_sends(ours)
-            process = spawn.Process(
-                target=serve,
-                args=(rank, config, head_policy, self._store.port, theirs, num_threads),
-                kwargs={"timeout": TIMEOUT_SECONDS},
-                name=f"mrv1-rank-{rank}",
-                daemon=True,
+            start = RankStart(
+                rank=rank,
+                config=config,
+                head_policy=head_policy,
+                port=self.links.store.port,
+                num_threads=num_threads,
+                timeout=TIMEOUT_SECONDS,
             )
-            process.start()
-            theirs.close()  # so that the end of the process is the end of the connection
-            self._members.append(Member(rank, process, ours))
+            self._members.append(Member.start(start))
 
     @property
     def context(self) -> ParallelContext:
-        """Rank 0 and its collectives."""
-        return self._gloo.context
+        """Rank 0, its collectives and its peers' memory."""
+        return self.links.context
+
+    def describe(self) -> str:
+        """Return by what the ranks reach each other."""
+        return self.links.describe()
 
     def connect(self) -> None:
         """Connect all ranks, once each has loaded its weights."""
-        self.await_ready()
-        self._gloo.connect(self._store)
+        self.links.connect()
 
     def await_ready(self) -> None:
         """Wait until every rank is ready, for ``START_SECONDS`` at most; raises as ``Member``."""
@@ -155,7 +196,39 @@ class Ranks:
         for member in self._members:
             member.connection.send((name, args))
 
-    def cause(self, error: BaseException) -> str:
+    @contextmanager
+    def waiting(self, what: str, timeout: float | None = None) -> Iterator[None]:
+        """Let this rank's GPU wait for the others' in the body; PeerError: a rank failed.
+
+        ``timeout`` is in seconds, None = ``TIMEOUT_SECONDS``.
+        """
+        if self._watch is None:  # on a CPU, collectives fail by themselves
+            yield
+            return
+        try:
+            with self._watch.waiting(what, TIMEOUT_SECONDS if timeout is None else timeout):
+                yield
+        finally:
+            with self._lock:  # a failure that is being looked into
+                failure = self.failure
+            if failure is not None:
+                raise PeerError(f"tensor_parallel_size: {failure}")
+
+    def any_has_ended(self) -> bool:
+        """Return whether a rank's process has ended."""
+        return any(member.process.poll() is not None for member in self._members)
+
+    def end(self, error: BaseException) -> str:
+        """End all ranks after a call of this one that failed; return why, the first time."""
+        with self._lock:
+            if self.failure is None:
+                is_interrupt = not isinstance(error, Exception)
+                self.failure = f"rank 0: {error!r}" if is_interrupt else self._cause(error)
+                self.links.abort()
+                self.stop(0.0)
+            return self.failure
+
+    def _cause(self, error: BaseException) -> str:
         """Return why a call failed: the rank that failed first, and its error."""
         if not (is_caused_by(error, PeerError) or isinstance(error, OSError)):
             return f"rank 0: {error!r}"
@@ -182,17 +255,21 @@ class Ranks:
         if self._finalizer.detach() is None:
             return
         for member in self._members:
-            member.connection.close()
-            multiprocessing.process._children.discard(member.process)  # type: ignore[attr-defined]
-        keep_for_ever(self._store)
-        self._gloo.leave()
+            member.leave()
+        keep_for_ever(self.links.store)
+        self.links.group.leave()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """End all ranks and wait, ``seconds`` before each is killed; harmless when repeated."""
+        if self._watch is not None:
+            self._watch.stop()
         if self._finalizer.detach() is not None:
             _stop(self._members, seconds)
-            self._gloo.close()
-            del self._store
+
+    def close(self) -> None:
+        """Stop, and close the links, once no CUDA graph of this rank is left."""
+        self.stop()
+        self.links.close()
 
 
 def limit_sends(connection: Connection) -> None:

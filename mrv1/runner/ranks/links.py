@@ -1,0 +1,98 @@
+"""How a rank is linked with the others: its collectives, and the memory that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mrv1.device import reach_each_other
+from mrv1.models import ParallelContext
+from mrv1.runner.ranks.groups import Gloo, Group, Nccl
+from mrv1.runner.ranks.symmetric_memory import SymmetricMemory
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+class _Connected:
+    """A group whose ranks meet and connect each time that they need its name."""
+
+    def __init__(self, nccl: Nccl, rank: int, size: int, connect: Callable[[], None]) -> None:
+        self._nccl, self._rank, self._size, self._connect = nccl, rank, size, connect
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def group_name(self) -> str:
+        self._connect()
+        return self._nccl.group_name
+
+
+class Links:
+    """The links of one rank, made when they are first needed, which every rank does in turn.
+
+    Args:
+        rank: this rank.
+        devices: the device of each rank.
+        store: by which the ranks find each other.
+        meet: called before each call that all ranks have to make; raises if one has failed.
+        timeout: seconds within which the other ranks have to answer.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        devices: Sequence[torch.device],
+        store: TCPStore,
+        *,
+        meet: Callable[[], None],
+        timeout: float,
+    ) -> None:
+        device, size = devices[rank], len(devices)
+        self.store, self._meet = store, meet
+        self.group: Group
+        self.memory: SymmetricMemory | None = None
+        """None = ranks reach no memory of each other, and have the collectives alone."""
+        if device.type == "cpu":
+            self.group = Gloo(rank, size, timeout)
+        else:
+            self.group = nccl = Nccl(rank, size, timeout, device)
+            if reach_each_other(devices):
+                self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
+        self.context = ParallelContext(
+            rank=rank,
+            size=size,
+            all_reduce=self.group.all_reduce,
+            all_gather=self.group.all_gather,
+            peers=self.memory,
+        )
+        """This rank, its collectives and its peers' memory."""
+
+    def connect(self) -> None:
+        """Wait for the other ranks, which have to call this too, and connect to them."""
+        self._meet()
+        self.group.connect(self.store)
+
+    def describe(self) -> str:
+        """Return by what the ranks reach each other."""
+        if self.memory is not None:
+            return f"peers' memory and {self.group.name}"
+        without = "" if isinstance(self.group, Gloo) else " alone, without access to peers' memory"
+        return f"{self.group.name}{without}"
+
+    def abort(self) -> None:
+        """End the kernels of this rank that wait for another one."""
+        if self.memory is not None:
+            self.memory.abort.fill_(1)
+        self.group.abort()
+
+    def close(self) -> None:
+        """Close the links, once no CUDA graph of this rank is left."""
+        self.group.close()
+        self.memory = None

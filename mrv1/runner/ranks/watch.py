@@ -1,0 +1,71 @@
+"""A thread that ends what waits for a rank that has died or hangs."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+from mrv1.runner.ranks.failure import PeerError
+
+TICK_SECONDS = 0.1
+"""How often the thread looks."""
+
+
+class Watched(Protocol):
+    """The ranks, as the thread sees them."""
+
+    def any_has_ended(self) -> bool:
+        """Return whether a rank's process has ended."""
+
+    def end(self, error: BaseException) -> object:
+        """End all ranks, and the kernels of this process that wait for them."""
+
+
+class _Wait(NamedTuple):
+    what: str
+    timeout: float
+
+
+class Watch:
+    """Looks after the ranks while rank 0 waits for its GPU, whose kernels wait for the others'.
+
+    A wait counts its seconds in looks of the thread: a process that is suspended does not wait.
+    """
+
+    def __init__(self, ranks: Watched) -> None:
+        self._wait: _Wait | None = None
+        self._stopped = threading.Event()
+        target, ranks_of = self._run, weakref.ref(ranks)
+        self._thread = threading.Thread(target=target, args=(ranks_of,), daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def waiting(self, what: str, timeout: float) -> Iterator[None]:
+        """End the ranks if one ends in the body, or it takes more than ``timeout`` seconds."""
+        self._wait = _Wait(what, timeout)
+        try:
+            yield
+        finally:
+            self._wait = None
+
+    def stop(self) -> None:
+        """End the thread, which may call this itself."""
+        self._stopped.set()
+
+    def _run(self, ranks_of: Callable[[], Watched | None]) -> None:
+        last, looks = None, 0
+        while not self._stopped.wait(TICK_SECONDS):
+            ranks, current = ranks_of(), self._wait
+            if ranks is None:
+                return
+            looks = looks + 1 if current is last else 0
+            last = current
+            if current is None:
+                continue
+            if ranks.any_has_ended():
+                ranks.end(PeerError(f"{current.what}: a rank has ended"))
+            elif looks * TICK_SECONDS > current.timeout:
+                ranks.end(PeerError(f"{current.what}: rank 0 waits for its GPU"))
