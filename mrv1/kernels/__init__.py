@@ -21,6 +21,7 @@ from mrv1.kernels.cache.formats import PageFormat as PageFormat
 from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole
 from mrv1.kernels.cache.kv_layout import KVLayout as KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales as KVScales
+from mrv1.kernels.layers.contracts import AllReduceBuffers as AllReduceBuffers
 from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
 from mrv1.kernels.registry import MODULE_OF_OP, launcher
 from mrv1.kernels.sampling.contracts import BadWords as BadWords
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.registry import *  # noqa: F403 - the launchers
 else:
     __all__ = [
+        "AllReduceBuffers",
         "AppendedTokens",
         "BadWords",
         "DecodePlan",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
     from mrv1.kernels.layers.add_features import add_features as add_features
+    from mrv1.kernels.layers.all_reduce_norm import all_reduce_norm as all_reduce_norm
     from mrv1.kernels.layers.embed_tokens import embed_tokens as embed_tokens
     from mrv1.kernels.layers.linear import linear as linear
     from mrv1.kernels.layers.rms_norm import rms_norm as rms_norm
@@ -59,6 +60,7 @@ class Ops:
     """The ops of one path. Its attributes are the oracles, so that calls are type-checked."""
 
     add_features = _op(reference.add_features, "layers.add_features")
+    all_reduce_norm = _op(reference.all_reduce_norm, "layers.all_reduce_norm")
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
     apply_rope = _op(reference.apply_rope, "layers.rope")
     apply_token_bitmask = _op(reference.apply_token_bitmask, "sampling.edit_logits")

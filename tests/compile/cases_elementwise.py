@@ -1,4 +1,4 @@
-"""Launches of norms, rope and activation that are compiled ahead of time."""
+"""Launches of norms, sums over ranks, rope and activation, compiled ahead of time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.activation import SiluAndMulConfig, _silu_and_mul_kernel
+from mrv1.kernels.layers.all_reduce_norm import _all_reduce_norm_kernel
+from mrv1.kernels.layers.contracts import RING_ROWS
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.kernels.layers.rope import RopeConfig, _apply_rope_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -18,6 +20,11 @@ def cases(target: Target) -> list[AotCase]:
         *(_rms_norm(target, dtype, dim) for dtype in DTYPES for dim in (128, 1024, 2880, 8192)),
         *(_rms_norm(target, torch.bfloat16, dim, residual=True) for dim in (1024, 8192)),
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
+        *(_all_reduce_norm(target, dtype, 4096, 2) for dtype in DTYPES),
+        _all_reduce_norm(target, torch.bfloat16, 576, 3, two_shot=True, is_fused=False),
+        _all_reduce_norm(target, torch.bfloat16, 4096, 8, two_shot=True),
+        _all_reduce_norm(target, torch.bfloat16, 8192, 4, two_shot=True),
+        _all_reduce_norm(target, torch.bfloat16, 8192, 2, wire=torch.float32),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
         *(_silu_and_mul(target, dtype) for dtype in DTYPES),
     ]
@@ -37,6 +44,45 @@ def _rms_norm(target: Target, dtype: torch.dtype, dim: int, *, residual: bool = 
         constexprs={
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(dim),
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _all_reduce_norm(
+    target: Target,
+    dtype: torch.dtype,
+    hidden: int,
+    size: int,
+    *,
+    two_shot: bool = False,
+    is_fused: bool = True,
+    wire: torch.dtype | None = None,
+) -> AotCase:
+    config = RmsNormConfig.default_for(hidden)
+    x, partial = pointer(dtype), pointer(wire or dtype)
+    words = pointer(torch.int16 if partial.itemsize == 2 else torch.int32)
+    counter, fused = pointer(torch.int32), x if is_fused else None
+    prefetches = is_fused and target.has_dependent_launch  # see prefetch_arguments
+    details = [f"{size}ranks", *["two_shot"] * two_shot, *["sum_alone"] * (not is_fused)]
+    return AotCase(
+        name=_name("all_reduce_norm", dtype, partial.dtype, hidden, *details),
+        kernel=_all_reduce_norm_kernel,
+        args=(
+            *(x, hidden, fused, hidden, (words,) * size, counter, partial, hidden),
+            *(fused, hidden, None, fused, counter, 33, hidden, 1e-6, 33),
+            *((pointer(torch.int8), 2**20, 2**10) if prefetches else (None, 0, 0)),
+        ),
+        constexprs={
+            "RANK": size - 1,
+            "SIZE": size,
+            "RING_ROWS": RING_ROWS,
+            "TREE_SIZE": triton.next_power_of_2(size),
+            "TWO_SHOT": two_shot,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_DIM": triton.next_power_of_2(hidden),
+            "WARPS": config.num_warps,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,

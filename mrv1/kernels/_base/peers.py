@@ -13,6 +13,10 @@ from typing import Protocol
 import torch
 
 
+class PeerError(RuntimeError):
+    """A wait for other ranks was in vain: one has ended or does not answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerBuffer:
     """The same tensor of every rank, as this process has mapped it."""

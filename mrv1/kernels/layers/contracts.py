@@ -9,9 +9,63 @@ from typing import Literal
 import torch
 
 from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels._base.peers import PeerBuffer, PeerMemory
 
 Activation = Literal["silu_and_mul"]
 """The activations that ``linear`` can apply."""
+
+AllReduceAlgorithm = Literal["one_shot", "two_shot"]
+"""How ``all_reduce_norm`` sums."""
+
+RING_SLOTS = 3
+"""Calls of ``all_reduce_norm`` whose words have places of their own; see its module."""
+RING_ROWS = 256
+"""Rows of a slot: as many are under way at once. 256 programs of 16 warps run at the same time on
+an H100 or H200."""
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What travels, by the bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceBuffers:
+    """The memory through which ranks send each other what ``all_reduce_norm`` adds up.
+
+    All calls with the same buffers follow each other on every rank, on one stream at a time.
+    """
+
+    received: PeerBuffer
+    """[slots, ranks, rows, hidden] words that have arrived at a rank, by the rank that sent them;
+    0 = not yet."""
+    turn: torch.Tensor
+    """[rows] int32, this rank's: the slot of the next call, counted by each program for itself."""
+    abort: torch.Tensor
+    """``PeerMemory.abort``."""
+
+    @classmethod
+    def allocate(cls, peers: PeerMemory, hidden: int, dtype: torch.dtype) -> AllReduceBuffers:
+        """Allocate buffers for partials of ``dtype``; all ranks call this at the same point."""
+        shape = (RING_SLOTS, peers.size, RING_ROWS, hidden)
+        received = peers.allocate(shape, _WORDS[dtype.itemsize])
+        turn = torch.zeros(RING_ROWS, dtype=torch.int32, device=received.own.device)
+        return cls(received, turn, peers.abort)
+
+    def check_partial(self, partial: torch.Tensor) -> None:
+        """Raise unless ``partial`` [tokens, hidden] can be summed through these buffers."""
+        own = self.received.own
+        hidden, itemsize = own.shape[-1], own.itemsize
+        if partial.dim() != 2 or partial.shape[1] != hidden:
+            raise ValueError(
+                f"partial: expected shape [tokens, {hidden}], as its buffers have, "
+                f"got {list(partial.shape)}"
+            )
+        if partial.itemsize != itemsize:
+            raise TypeError(
+                f"partial: expected a dtype of {itemsize} bytes, as its buffers have, "
+                f"got {partial.dtype}"
+            )
+        if partial.device != own.device:
+            raise ValueError(f"partial: expected device {own.device}, got {partial.device}")
 
 
 @dataclass(frozen=True, slots=True)

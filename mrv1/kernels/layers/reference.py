@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from mrv1.kernels._base.checks import mrope_axes
 from mrv1.kernels._base.oracle import counted, wide
-from mrv1.kernels.layers.contracts import Activation, FeatureRows, check_features
+from mrv1.kernels._base.peers import PeerError
+from mrv1.kernels.layers.contracts import (
+    RING_ROWS,
+    RING_SLOTS,
+    Activation,
+    AllReduceAlgorithm,
+    AllReduceBuffers,
+    FeatureRows,
+    check_features,
+)
 
 
 @counted
@@ -137,3 +148,56 @@ def _tokens_with_features(
     source = features.source[: min(int(features.num_sources), len(hidden))]
     tokens = (source >= 0).nonzero().flatten()
     return tokens, features.rows[source[tokens].long()]
+
+
+@counted
+def all_reduce_norm(
+    partial: torch.Tensor,
+    buffers: AllReduceBuffers,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
+    algorithm: AllReduceAlgorithm | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.all_reduce_norm`; PeerError if ``buffers.abort`` is set."""
+    buffers.check_partial(partial)
+    parts = [_exchanged(rows, buffers) for rows in partial.split(RING_ROWS)]
+    total = _sum_of_pairs(wide(torch.cat(parts, dim=1)))
+    if bias is not None:
+        total = total + wide(bias)
+    if residual is not None:
+        total = wide(residual) + total
+    y = total.to(next((x.dtype for x in (out, residual) if x is not None), partial.dtype))
+    if normed_out is not None and norm_weight is not None:
+        rms_norm(y, norm_weight, eps, out=normed_out)
+    return y if out is None else out.copy_(y)
+
+
+def _exchanged(rows: torch.Tensor, buffers: AllReduceBuffers) -> torch.Tensor:
+    """Return ``rows`` of every rank, [ranks, rows, hidden]: all are sent to all."""
+    received, num_rows = buffers.received, len(rows)
+    slot = int(buffers.turn[0])
+    received.own[slot - 1].zero_()
+    bits = rows.contiguous().view(received.own.dtype)
+    words = torch.where(bits == -1, torch.iinfo(bits.dtype).max, bits).bitwise_not()
+    for part in received.parts:
+        part[slot, received.rank, :num_rows] = words
+    while not (arrived := received.own[slot, :, :num_rows].clone()).all():
+        if buffers.abort.item():
+            raise PeerError("all_reduce_norm: another rank has ended")
+        time.sleep(0)
+    buffers.turn.fill_((slot + 1) % RING_SLOTS)
+    return arrived.bitwise_not().view(rows.dtype)
+
+
+def _sum_of_pairs(parts: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the first dimension as a tree: ((0 + 1) + (2 + 3)) + ..."""
+    if len(parts) == 1:
+        return parts[0]
+    left = 1 << (len(parts) - 1).bit_length() - 1
+    return _sum_of_pairs(parts[:left]) + _sum_of_pairs(parts[left:])

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mrv1.kernels._base.peers import PeerError
 from mrv1.runner.model_runner import is_caused_by
-
-
-class PeerError(RuntimeError):
-    """A collective failed, because another rank has ended or does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

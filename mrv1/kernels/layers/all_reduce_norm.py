@@ -1,0 +1,344 @@
+"""Sum over ranks through peers' memory, with the residual add and the norm that follow it.
+
+    out        = round(residual + (sum of the partials of all ranks + bias))
+    normed_out = rms_norm(out, norm_weight)                            (if normed_out is given)
+
+Each rank stores what another needs into that rank's memory, and waits for what it needs itself to
+appear in its own: a remote store takes one way over the link, a remote load two. There are no
+flags. A word that has not arrived is 0, and no word that is sent is: it is sent with all bits
+inverted, and the one pattern that would be 0 then, a NaN, is sent as another NaN.
+
+    one shot   every rank sends its partial to all others, and adds up all of them
+    two shots  tiles of rows have owners: every rank sends its partial to the owner, which adds up
+               all of them and the residual, and sends the result to all others
+
+Words arrive in a ring of three slots. While call n waits for the words of its slot, it clears the
+slot of call n - 1, which call n + 2 uses next. A rank sends in call n + 2 once it finished call
+n + 1, and that took words which every other rank sent, to it or to the owner, after finishing call
+n: nobody sends into a slot that is not yet cleared, and no call needs a barrier. Each program
+counts its own turns, on the device, so calls of any sizes follow each other, in CUDA graphs and
+outside.
+
+Sources: NCCL's protocol LL, for data that is its own flag; TensorRT-LLM's Lamport-style
+all-reduce, for a value that means "not yet" instead of flags.
+"""
+
+from __future__ import annotations
+
+from functools import partial as bind
+
+import torch
+
+from mrv1.kernels._base.arguments import with_strides
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.contracts import RING_ROWS, AllReduceAlgorithm, AllReduceBuffers
+from mrv1.kernels.layers.rms_norm import RmsNormConfig
+
+POLLS = tl.constexpr(256)
+"""Polls between looks at the abort word, which is in host memory: a look takes microseconds."""
+PREFETCH_PROGRAMS = 128
+"""Programs that share a prefetch: with fewer, one program's copies wait for each other."""
+ONE_SHOT_BYTES = 512 * 2**10
+"""Largest sum of more than two ranks in one shot. Two ranks send as much in one shot as in two."""
+
+
+@triton.jit
+def _encoded(x, WORD: tl.constexpr):
+    """Return the words that are sent for x: never 0."""
+    nan: tl.constexpr = (1 << (WORD.primitive_bitwidth - 1)) - 1
+    bits = x.to(WORD, bitcast=True)
+    return ~tl.where(bits == -1, nan, bits)
+
+
+@triton.jit
+def _received(ptrs, in_tile, abort_ptr, DTYPE: tl.constexpr):
+    """Wait until all words of a tile have arrived, or a rank has failed; return their values."""
+    words = tl.load(ptrs, mask=in_tile, other=-1, volatile=True)
+    missing = tl.max((words == 0).to(tl.int32))
+    polls = 0
+    while missing != 0:
+        words = tl.load(ptrs, mask=in_tile, other=-1, volatile=True)
+        missing = tl.max((words == 0).to(tl.int32))
+        polls += 1
+        if polls % POLLS == 0:
+            missing = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, missing)
+    return (~words).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _sum_of(
+    own,  # this rank's partial, float32
+    slot_ptrs,  # the tile of rank 0's words in this slot of one's own memory
+    stride_source,
+    in_tile,
+    abort_ptr,
+    DTYPE: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,  # a power of two
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Return the sum of the partials of ranks FIRST to FIRST + COUNT - 1, a tree of pairs."""
+    if COUNT > 1:
+        left = _sum_of(
+            *(own, slot_ptrs, stride_source, in_tile, abort_ptr, DTYPE),
+            *(FIRST, COUNT // 2, RANK, SIZE),
+        )
+        if FIRST + COUNT // 2 < SIZE:
+            right = _sum_of(
+                *(own, slot_ptrs, stride_source, in_tile, abort_ptr, DTYPE),
+                *(FIRST + COUNT // 2, COUNT // 2, RANK, SIZE),
+            )
+            total = left + right
+        else:
+            total = left
+    elif FIRST == RANK:
+        total = own
+    else:
+        total = _received(slot_ptrs + FIRST * stride_source, in_tile, abort_ptr, DTYPE)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "prefetch_bytes", "prefetch_warp_bytes"])
+def _all_reduce_norm_kernel(
+    out_ptr,  # [num_tokens, hidden], unit last stride; may be residual
+    stride_out_token,
+    normed_ptr,  # [num_tokens, hidden], unit last stride; or None
+    stride_normed_token,
+    received_ptrs,  # tuple: each rank's [3, SIZE, RING_ROWS, hidden] words, contiguous
+    turn_ptr,  # [RING_ROWS] int32, one's own: the slot of each program's next turn
+    partial_ptr,  # [num_tokens, hidden], unit last stride
+    stride_partial_token,
+    residual_ptr,  # [num_tokens, hidden], unit last stride; or None
+    stride_residual_token,
+    bias_ptr,  # [hidden]; or None
+    weight_ptr,  # [hidden]; or None
+    abort_ptr,  # [1] int32, in host memory
+    num_tokens,
+    hidden,
+    eps,
+    num_programs,  # that reduce; all programs prefetch
+    prefetch_ptr,  # see prefetch_part; or None
+    prefetch_bytes,
+    prefetch_warp_bytes,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    RING_ROWS: tl.constexpr,
+    TREE_SIZE: tl.constexpr,  # power of two >= SIZE
+    TWO_SHOT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_DIM: tl.constexpr,  # power of two >= hidden
+    WARPS: tl.constexpr,
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (programs,): program p reduces the tiles p, p + num_programs, ... of TILE_ROWS rows."""
+    let_next_start(OVERLAP)
+    wait_for_previous(OVERLAP)
+    program = tl.program_id(0)
+    if prefetch_ptr is not None:
+        prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
+        if program >= num_programs:
+            return
+    own_ptr = received_ptrs[RANK]
+    WORD: tl.constexpr = own_ptr.dtype.element_ty
+    PARTIAL: tl.constexpr = partial_ptr.dtype.element_ty
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    tile_row = tl.arange(0, TILE_ROWS)[:, None]
+    col = tl.arange(0, TILE_DIM)[None, :]
+    stride_source = RING_ROWS * hidden
+    stride_slot = SIZE * stride_source
+    in_ring = (program * TILE_ROWS + tile_row) * hidden + col
+    turn = tl.load(turn_ptr + program)
+    for tile in range(program, tl.cdiv(num_tokens, TILE_ROWS), num_programs):
+        row = tile * TILE_ROWS + tile_row.to(tl.int64)
+        in_tile = (row < num_tokens) & (col < hidden)
+        at_turn = turn * stride_slot + in_ring
+        partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
+        words = _encoded(partial, WORD)
+        owner = tile % SIZE
+        if residual_ptr is not None:  # loaded before the wait; a result that comes has it already
+            residual = tl.load(
+                residual_ptr + row * stride_residual_token + col,
+                mask=in_tile & ((not TWO_SHOT) or owner == RANK),
+                other=0.0,
+            )
+        if normed_ptr is not None:
+            # A pointer per row, as in rms_norm, so that the squares are added in the same order.
+            weight_ptrs = tl.broadcast_to(weight_ptr + col, in_tile.shape)
+            weight = tl.load(weight_ptrs, mask=col < hidden, other=0.0)
+        sent_to = RANK * stride_source + at_turn
+        for step in tl.static_range(1, SIZE):
+            if (not TWO_SHOT) or owner == (RANK + step) % SIZE:
+                tl.store(received_ptrs[(RANK + step) % SIZE] + sent_to, words, mask=in_tile)
+        cleared = own_ptr + (turn + 2) % 3 * stride_slot + in_ring
+        for step in tl.static_range(1, SIZE):
+            source = (RANK + step) % SIZE
+            tl.store(cleared + source * stride_source, tl.zeros_like(words), mask=in_tile)
+
+        slot_ptrs = own_ptr + at_turn
+        if TWO_SHOT and owner != RANK:
+            total = _received(slot_ptrs + owner * stride_source, in_tile, abort_ptr, PARTIAL)
+        else:
+            total = _sum_of(
+                *(partial.to(tl.float32), slot_ptrs, stride_source, in_tile, abort_ptr, PARTIAL),
+                *(0, TREE_SIZE, RANK, SIZE),
+            )
+            if bias_ptr is not None:
+                bias = tl.load(bias_ptr + col, mask=col < hidden, other=0.0)
+                total += bias.to(tl.float32)
+            if residual_ptr is not None:
+                total = residual.to(tl.float32) + total
+        rounded = total.to(OUT)
+        if TWO_SHOT and owner == RANK:
+            result = _encoded(rounded.to(PARTIAL), WORD)
+            for step in tl.static_range(1, SIZE):
+                tl.store(received_ptrs[(RANK + step) % SIZE] + sent_to, result, mask=in_tile)
+        tl.store(out_ptr + row * stride_out_token + col, rounded, mask=in_tile)
+        if normed_ptr is not None:
+            x = rounded.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+            normed = (x * scale[:, None]).to(OUT).to(tl.float32) * weight.to(tl.float32)
+            tl.store(normed_ptr + row * stride_normed_token + col, normed.to(OUT), mask=in_tile)
+        turn = (turn + 1) % 3
+        if tile + num_programs < tl.cdiv(num_tokens, TILE_ROWS):
+            # The next tile's words leave only after the clearing, as after the end of a kernel.
+            tl.atomic_xchg(turn_ptr + program, turn, sem="acq_rel", scope="sys")
+    tl.store(turn_ptr + program, turn)
+
+
+def all_reduce_norm(
+    partial: torch.Tensor,
+    buffers: AllReduceBuffers,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    normed_out: torch.Tensor | None = None,
+    prefetch: torch.Tensor | None = None,
+    algorithm: AllReduceAlgorithm | None = None,
+) -> torch.Tensor:
+    """Return ``residual + bias`` plus the sum of the ranks' ``partial``; norm the result.
+
+    All ranks call this in the same order, with tensors of the same shapes and dtypes.
+
+    Args:
+        partial: [tokens, hidden] float32 | float16 | bfloat16, unit last stride: this rank's part
+            of the sum; travels in its dtype.
+        buffers: of all ranks and for ``hidden``; in partial's width. One stream at a time uses
+            them.
+        bias: [hidden], the result's dtype, contiguous: added once, to the sum.
+        residual: [tokens, hidden], the result's dtype, unit last stride; the same on every rank.
+        out: [tokens, hidden], partial's dtype or, if that is float32, any; unit last stride,
+            *written* and returned; may be ``residual`` or ``partial``. None = new, in the dtype of
+            ``residual``, or else of ``partial``.
+        norm_weight: [hidden], the result's dtype, contiguous; only with ``normed_out``.
+        eps: added to the mean square.
+        normed_out: [tokens, hidden], the result's dtype, unit last stride, *written* with the RMS
+            norm of each row of the result.
+        prefetch: contiguous, on partial's device: weights that a later launch reads, prefetched
+            into the L2 cache meanwhile; no launch that may still run writes them.
+        algorithm: "one_shot" or "two_shot", see the module; None = by size. Alike on all ranks.
+
+    Raises:
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
+
+    Numerics: partials are added in float32, ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)), then the
+        bias and the residual; the result is rounded once. The norm has the bits of ``rms_norm``.
+        The same bits on every rank, for any number of tokens and either algorithm.
+    Stream: current stream, CUDA-graph safe; the device waits for the other ranks, the host does
+        not. Once ``buffers.abort`` is set, the device waits no more: the result is undefined.
+    """
+    if algorithm not in (None, "one_shot", "two_shot"):
+        raise ValueError(f"algorithm: expected None, 'one_shot' or 'two_shot', got {algorithm!r}")
+    dtype = _check(partial, buffers, bias, residual, out)
+    _check_norm(partial, dtype, norm_weight, normed_out, prefetch)
+    if out is None:
+        out = torch.empty(partial.shape, dtype=dtype, device=partial.device)
+    num_tokens, hidden = partial.shape
+    if num_tokens == 0:
+        return out
+    received, size = buffers.received, buffers.received.size
+    tile_dim = triton.next_power_of_2(hidden)
+    if INTERPRET:
+        config = RmsNormConfig.for_interpreter(RING_ROWS, hidden)
+    else:
+        config = RmsNormConfig.default_for(hidden)
+    num_programs = min(
+        triton.cdiv(num_tokens, config.tile_rows), max(RING_ROWS // config.tile_rows, 1)
+    )
+    if algorithm is None:
+        algorithm = algorithm_for(size, num_tokens * hidden * partial.itemsize)
+    grid = max(num_programs, PREFETCH_PROGRAMS if prefetch is not None else 0)
+    _all_reduce_norm_kernel[(grid,)](
+        *with_strides(out, 1),
+        *with_strides(normed_out, 1),
+        *(received.parts, buffers.turn),
+        *with_strides(partial, 1),
+        *with_strides(residual, 1),
+        *(bias, norm_weight, buffers.abort),
+        *(num_tokens, hidden, eps, num_programs),
+        **prefetch_arguments(prefetch, partial.device, grid * config.num_warps),
+        RANK=received.rank,
+        SIZE=size,
+        RING_ROWS=RING_ROWS,
+        TREE_SIZE=triton.next_power_of_2(size),
+        TWO_SHOT=algorithm == "two_shot" and size > 1,
+        TILE_ROWS=config.tile_rows,
+        TILE_DIM=tile_dim,
+        WARPS=config.num_warps,
+        num_warps=config.num_warps,
+        **overlap_options(partial.device),
+    )
+    return out
+
+
+def algorithm_for(size: int, num_bytes: int) -> AllReduceAlgorithm:
+    """Return the faster algorithm for a sum of ``num_bytes`` over ``size`` ranks."""
+    return "two_shot" if size > 2 and num_bytes > ONE_SHOT_BYTES else "one_shot"
+
+
+def _check(
+    partial: torch.Tensor,
+    buffers: AllReduceBuffers,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.dtype:
+    """Raise unless the arguments are as ``all_reduce_norm`` says; return the result's dtype."""
+    check_tensor("partial", partial, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
+    check_launchable("partial", partial)
+    buffers.check_partial(partial)
+    dtype = next((each.dtype for each in (out, residual) if each is not None), partial.dtype)
+    if partial.dtype not in (dtype, torch.float32):
+        raise TypeError(f"partial: expected dtype {dtype} or torch.float32, got {partial.dtype}")
+    check = bind(check_tensor, dtype=dtype, device=partial.device)
+    if bias is not None:
+        check("bias", bias, shape=partial.shape[1:], contiguous=True)
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None:
+            check(name, tensor, shape=partial.shape, unit_last_stride=True)
+    return dtype
+
+
+def _check_norm(
+    partial: torch.Tensor,
+    dtype: torch.dtype,
+    norm_weight: torch.Tensor | None,
+    normed_out: torch.Tensor | None,
+    prefetch: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments are as ``all_reduce_norm`` says."""
+    if (norm_weight is None) != (normed_out is None):
+        alone = "normed_out" if norm_weight is None else "norm_weight"
+        raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
+    if normed_out is not None:
+        check = bind(check_tensor, dtype=dtype, device=partial.device)
+        check("norm_weight", norm_weight, shape=partial.shape[1:], contiguous=True)
+        check("normed_out", normed_out, shape=partial.shape, unit_last_stride=True)
+    if prefetch is not None:
+        check_tensor("prefetch", prefetch, device=partial.device, contiguous=True)
