@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 60
 class Meeting:
     """Collectives of threads: each gives its tensor, and takes those of all."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, has_peers: bool = True) -> None:
         self.barrier = threading.Barrier(size, timeout=TIMEOUT_SECONDS)
         self.aborted = torch.zeros(1, dtype=torch.int32)
         """What waiting ops look at; see ``PeerMemory.abort``."""
@@ -40,7 +40,7 @@ class Meeting:
                 all_gather=lambda tensor, rank=rank: torch.cat(
                     self.exchange(rank, tensor.clone()), -1
                 ),
-                peers=ThreadPeers(self, rank, size),
+                peers=ThreadPeers(self, rank, size) if has_peers else None,
             )
             for rank in range(size)
         ]
@@ -74,11 +74,13 @@ class ThreadPeers:
         return PeerBuffer(self.rank, tuple(self._meeting.exchange(self.rank, own)))
 
 
-def on_ranks(size: int, function: Callable[[ParallelContext], Result]) -> list[Result]:
-    """Return what ``function`` returns for each rank."""
+def on_ranks(
+    size: int, function: Callable[[ParallelContext], Result], *, has_peers: bool = True
+) -> list[Result]:
+    """Return what ``function`` returns for each rank; without peers it has collectives alone."""
     if size == 1:
         return [function(ParallelContext())]
-    meeting = Meeting(size)
+    meeting = Meeting(size, has_peers=has_peers)
 
     def run(context: ParallelContext) -> Result:
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mrv1.kernels import QKNorm, Rope
+from mrv1.kernels import AllReduceBuffers, QKNorm, Rope
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
@@ -55,6 +55,7 @@ class DecoderModel:
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         vision = config.vision
         self._num_deepstack_layers = 0 if vision is None else vision.num_deepstack_layers
+        self._sum_buffers: AllReduceBuffers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -104,24 +105,29 @@ class DecoderModel:
         backend = backend or self._unplanned
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
+        next_weights = (*(layer.qkv for layer in layers[1:]), self.weights.lm_head)
         hidden, cos_sin = self._embed(batch)
         rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
         x = self._norm_ahead(hidden, layers[0].input_norm)
-        for index, (layer, next_norm, cache) in enumerate(
-            zip(layers, next_norms, caches, strict=True)
+        for index, (layer, next_norm, next_weight, cache) in enumerate(
+            zip(layers, next_norms, next_weights, caches, strict=True)
         ):
             qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o)
             q = self._write_kv(qkv, layer, batch, rope, cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
-            x = self._add(hidden, attended, layer.o, layer.attention_out_norm, layer.mlp_norm)
+            x = self._add(
+                hidden, attended, layer.o, layer.attention_out_norm, layer.mlp_norm, layer.gate_up
+            )
             activated = self._linear(x, layer.gate_up, layer.mlp_norm, layer.down, "silu_and_mul")
             if index < self._num_deepstack_layers and batch.features is not None:
                 # The MLP's input is normed already. Its output is added next: to the same sum.
                 first_column = (1 + index) * self.config.hidden_size
                 self._ops.add_features(hidden, batch.features, first_column)
-            x = self._add(hidden, activated, layer.down, layer.mlp_out_norm, next_norm)
+            x = self._add(
+                hidden, activated, layer.down, layer.mlp_out_norm, next_norm, next_weight
+            )
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -150,8 +156,26 @@ class DecoderModel:
             features=batch.features,
         )
         if is_foreign is not None:
-            hidden = self._parallel.all_reduce(hidden.masked_fill_(is_foreign[:, None], 0))
+            hidden = self._sum(hidden.masked_fill_(is_foreign[:, None], 0))
         return hidden, cos_sin
+
+    def _sum(
+        self,
+        partial: torch.Tensor,
+        **fused: Any,  # noqa: ANN401 - arguments of all_reduce_norm, where ranks have peers' memory
+    ) -> torch.Tensor:
+        """Return the sum over the ranks.
+
+        The first pass allocates buffers on all ranks: they are connected by then.
+        """
+        peers = self._parallel.peers
+        if peers is None:
+            return self._parallel.all_reduce(partial)
+        if self._sum_buffers is None:
+            self._sum_buffers = AllReduceBuffers.allocate(
+                peers, self.config.hidden_size, partial.dtype
+            )
+        return self._ops.all_reduce_norm(partial, self._sum_buffers, **fused)
 
     def _norms_ahead(self, hidden: torch.Tensor) -> bool:
         """Return whether a residual sum is normed at once, not by the product that reads it.
@@ -206,16 +230,18 @@ class DecoderModel:
         weight: Weight,
         out_norm: torch.Tensor | None,
         next_norm: torch.Tensor | None,
+        next_weight: Weight,
     ) -> torch.Tensor:
         """Add ``out_norm(x @ weight.T + bias)``, summed over the ranks, to ``hidden`` in place.
 
         No kernel norms a product before it is added: a layer with ``out_norm`` needs more of them.
-        Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``.
+        Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``; several ranks prefetch
+        ``next_weight`` while they wait for each other.
         """
         eps = self.config.rms_norm_eps
         next_norm = next_norm if self._norms_ahead(hidden) else None
+        normed = None if next_norm is None else torch.empty_like(hidden)
         if out_norm is None and not self._parallel.sums_partials:
-            normed = None if next_norm is None else torch.empty_like(hidden)
             self._multiply(
                 x,
                 weight,
@@ -227,8 +253,23 @@ class DecoderModel:
                 normed_out=normed,
             )
             return hidden if normed is None else normed
-        bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
-        added = self._parallel.all_reduce(self._multiply(x, weight, bias))
+        if self._parallel.peers is None:
+            bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
+            added = self._sum(self._multiply(x, weight, bias))
+        elif out_norm is not None:
+            added = self._sum(self._multiply(x, weight), bias=weight.bias)
+        else:
+            self._sum(
+                self._multiply(x, weight),
+                bias=weight.bias,
+                residual=hidden,
+                out=hidden,
+                norm_weight=next_norm,
+                eps=eps,
+                normed_out=normed,
+                prefetch=next_weight.values,
+            )
+            return hidden if normed is None else normed
         if out_norm is not None:
             added = self._norm(added, out_norm)
         if next_norm is not None:

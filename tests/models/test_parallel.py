@@ -25,7 +25,7 @@ from tests.thread_ranks import on_ranks
 PROMPT = [(7 * i) % 160 for i in range(40)]
 
 
-def logits_of_ranks(path: Path, size: int) -> list[torch.Tensor]:
+def logits_of_ranks(path: Path, size: int, *, has_peers: bool = True) -> list[torch.Tensor]:
     """Return the logits of the prompt that each rank has, in float64, computed in chunks."""
 
     def logits(parallel: ParallelContext) -> torch.Tensor:
@@ -37,14 +37,16 @@ def logits_of_ranks(path: Path, size: int) -> list[torch.Tensor]:
         driver = PagedDriver(model, block_size=16, num_blocks=blocks)
         return driver.logits([PROMPT], 24)[0]
 
-    return on_ranks(size, logits)
+    return on_ranks(size, logits, has_peers=has_peers)
 
 
 def check_equal(path: Path, size: int) -> None:
     """Check the logits of ranks against those of one rank."""
-    (expected,), of_ranks = logits_of_ranks(path, 1), logits_of_ranks(path, size)
-    torch.testing.assert_close(of_ranks[0], expected, rtol=1e-10, atol=1e-10)
-    assert all(torch.equal(logits, of_ranks[0]) for logits in of_ranks)
+    (expected,) = logits_of_ranks(path, 1)
+    for has_peers in (True, False):
+        of_ranks = logits_of_ranks(path, size, has_peers=has_peers)
+        torch.testing.assert_close(of_ranks[0], expected, rtol=1e-10, atol=1e-10)
+        assert all(torch.equal(logits, of_ranks[0]) for logits in of_ranks)
 
 
 @pytest.mark.parametrize(
