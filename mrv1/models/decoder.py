@@ -141,23 +141,18 @@ class DecoderModel:
 
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Embed the tokens, summed over the ranks, as each has some rows; look up their rope."""
-        ids, embed, is_foreign = batch.input_ids, self.weights.embed, None
-        if self._parallel.size > 1:
-            ids = ids - self._parallel.rank * len(embed)
-            is_foreign = (ids < 0) | (ids >= len(embed))
-            ids = ids.masked_fill(is_foreign, 0)
+        embed, parallel = self.weights.embed, self._parallel
         hidden, cos_sin = self._ops.embed_tokens(
-            ids,
+            batch.input_ids,
             embed,
             batch.positions,
             self._cos_sin,
             mrope_section=self.config.rope.mrope_section,
             mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
+            first_id=parallel.rank * len(embed) if parallel.size > 1 else None,
         )
-        if is_foreign is not None:
-            hidden = self._sum(hidden.masked_fill_(is_foreign[:, None], 0))
-        return hidden, cos_sin
+        return hidden if parallel.size == 1 else self._sum(hidden), cos_sin
 
     def _sum(
         self,

@@ -96,6 +96,42 @@ def test_features_replace_the_embeddings_of_their_tokens(
         assert torch.equal(angles.cpu(), cos_sin[ids])
 
 
+@given(
+    num_tokens=st.sampled_from([1, 2, 33]),
+    num_ranks=st.integers(1, 4),
+    num_features=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_parts_of_the_vocabulary_add_up_to_the_embeddings(
+    device, num_tokens, num_ranks, num_features, dtype, as_on_gpu, seed
+):
+    """Bit by bit, zeros' signs included; features come from the rank that has the token's id."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = 5
+    ids = torch.randint(num_rows * num_ranks, (num_tokens,), generator=generator)
+    embed = normal((num_rows * num_ranks, 48), dtype, "cpu", seed)
+    embed[:, 0], embed[:, 1] = 0.0, -0.0
+    rows, cos_sin = normal((3, 48), dtype, "cpu", seed + 1), normal((1, 2), torch.float32, "cpu")
+    source = torch.arange(num_features, dtype=torch.int32)
+    count = torch.tensor([num_features], dtype=torch.int32)
+    want = embed[ids]
+    want[:num_features] = rows[: min(num_features, num_tokens)]
+    for ops, where in ((kernels, device), (reference, torch.device("cpu"))):
+        features = kernels.FeatureRows(rows.to(where), source.to(where), count.to(where))
+        total = torch.full_like(want, -0.0)
+        for rank, part in enumerate(embed.split(num_rows)):
+            arguments = [each.to(where) for each in (ids, part, torch.zeros_like(ids), cos_sin)]
+            with tiles("embed_tokens", as_on_gpu=as_on_gpu):
+                hidden, _ = ops.embed_tokens(
+                    *arguments, features=features, first_id=rank * num_rows
+                )
+            total += hidden.cpu()
+        word = torch.int16 if dtype.itemsize == 2 else torch.int32
+        assert torch.equal(total.view(word), want.view(word))
+
+
 IDS = torch.zeros(3, dtype=torch.int64)
 TABLE = torch.zeros(5, 4)
 

@@ -21,7 +21,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.contracts import FeatureRows, check_features, feature_arguments
 
 
-@triton.jit(do_not_specialize=["num_tokens", "stride_positions_axis"])
+@triton.jit(do_not_specialize=["num_tokens", "stride_positions_axis", "first_id", "num_ids"])
 def _embed_tokens_kernel(
     hidden_ptr,  # [num_tokens, hidden_size], contiguous
     angles_ptr,  # [num_tokens, rotary_dim] float32, contiguous
@@ -34,6 +34,8 @@ def _embed_tokens_kernel(
     stride_feature_rows,
     feature_source_ptr,  # [any] int32, or None
     num_sources_ptr,  # [1] int32, or None
+    first_id,  # of the first row of embed, or None
+    num_ids,  # rows of embed
     num_tokens,
     hidden_size,
     rotary_dim,
@@ -68,17 +70,23 @@ def _embed_tokens_kernel(
         )
     col = tl.arange(0, TILE_HIDDEN)[None, :]
     mask = is_token & (col < hidden_size)
+    is_here = is_token
+    if first_id is not None:
+        token_id -= first_id
+        is_here = is_token & (token_id >= 0) & (token_id < num_ids)
     row_ptr = embed_ptr + token_id * hidden_size
     if feature_rows_ptr is not None:
         has_source = is_token & (token < tl.load(num_sources_ptr))
         source = tl.load(feature_source_ptr + token, mask=has_source, other=-1).to(tl.int64)
-        is_feature = source >= 0
+        is_feature = is_here & (source >= 0)
         feature_ptr = feature_rows_ptr + source * stride_feature_rows + col
         feature = tl.load(feature_ptr, mask=mask & is_feature, other=0.0)
-        row = tl.load(row_ptr + col, mask=mask & (source < 0), other=0.0)
+        row = tl.load(row_ptr + col, mask=mask & is_here & (source < 0), other=0.0)
         row = tl.where(is_feature, feature, row)
     else:
-        row = tl.load(row_ptr + col, mask=mask)
+        row = tl.load(row_ptr + col, mask=mask & is_here, other=0.0)
+    if first_id is not None:
+        row = tl.where(is_here, row, row * -1.0)  # Triton takes a literal -0.0 for 0.0
     angle_mask = is_token & (angle_col < rotary_dim)
     angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
     tl.store(hidden_ptr + token * hidden_size + col, row, mask=mask)
@@ -94,11 +102,12 @@ def embed_tokens(
     mrope_section: tuple[int, int, int] | None = None,
     mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
+    first_id: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
 
     Args:
-        input_ids: [tokens] int64, contiguous, in [0, vocab); not checked.
+        input_ids: [tokens] int64, contiguous, in [0, vocab); not checked. With ``first_id``, any.
         embed: [vocab, hidden] float32 | float16 | bfloat16, contiguous.
         positions: [tokens] int64, contiguous, in [0, max_positions); not checked. With
             ``mrope_section`` [3, tokens], unit last stride.
@@ -106,6 +115,8 @@ def embed_tokens(
         mrope_section: M-RoPE's numbers of pairs, as in ``Rope``; None = one position per token.
         mrope_interleaved: as in ``Rope``.
         features: rows that replace some tokens' rows of ``embed``; None = none do.
+        first_id: id of the first row of ``embed``, a rank's part of the vocabulary. A token of
+            another part gets a row of -0.0, which changes no sum. None = ``embed`` has all ids.
 
     Returns:
         ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
@@ -138,6 +149,7 @@ def embed_tokens(
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
         *(hidden, angles, input_ids, positions, positions.stride(0), embed, cos_sin),
         *feature_arguments(features),
+        *(first_id, embed.shape[0]),
         *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),

@@ -119,13 +119,20 @@ def embed_tokens(
     mrope_section: tuple[int, int, int] | None = None,
     mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
+    first_id: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.embed_tokens`."""
     check_features(features, embed)
-    hidden = torch.nn.functional.embedding(input_ids, embed)
+    ids = input_ids - (first_id or 0)
+    is_elsewhere = torch.zeros_like(ids, dtype=torch.bool)
+    if first_id is not None:
+        is_elsewhere = (ids < 0) | (ids >= len(embed))
+        ids = ids.masked_fill(is_elsewhere, 0)
+    hidden = torch.nn.functional.embedding(ids, embed)
     if features is not None:
         tokens, rows = _tokens_with_features(features, hidden)
         hidden[tokens] = rows[:, : embed.shape[1]]
+    hidden.masked_fill_(is_elsewhere[:, None], -0.0)
     if mrope_section is None:
         return hidden, cos_sin.index_select(0, positions)
     axis = mrope_axes(mrope_section, interleaved=mrope_interleaved).to(embed.device).repeat(2)
