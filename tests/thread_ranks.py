@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import threading
@@ -16,8 +17,9 @@ import torch
 from mrv1 import EngineConfig, HeadPolicy, ModelRunner
 from mrv1.kernels._base.peers import PeerBuffer
 from mrv1.models import ParallelContext
-from mrv1.runner.ranks.child import make_call
+from mrv1.runner.ranks.control import Answer, Asked, RankControl
 from mrv1.runner.ranks.failure import PeerError
+from mrv1.runner.ranks.shared_memory import SharedMemory
 
 Result = TypeVar("Result")
 
@@ -106,6 +108,7 @@ class ThreadRanks:
         self.failure: str | None = None
         self._meeting = Meeting(size)
         self._calls = [queue.Queue() for _ in range(1, size)]
+        self._answers = [queue.Queue() for _ in range(1, size)]
         self._errors: list[BaseException] = []
         self._started = threading.Semaphore(0)
         self.runners: dict[int, ModelRunner] = {}
@@ -124,13 +127,17 @@ class ThreadRanks:
                 config, head_policy=head_policy, parallel=context, progress=False
             )
             self._started.release()
+            control = RankControl(runner)
             while (message := calls.get()) is not None:
-                name, args = pickle.loads(message)
-                make_call(runner, name, *args)
+                if isinstance(message, SharedMemory):
+                    control.attach(message)
+                elif (answer := control.answer(pickle.loads(message))) is not None:
+                    self._answers[rank - 1].put(pickle.dumps(answer))
         except BaseException as error:
             self._errors.append(error)
             self._meeting.abort()
             self._started.release()
+            self._answers[rank - 1].put(None)
 
     @property
     def context(self) -> ParallelContext:
@@ -147,6 +154,20 @@ class ThreadRanks:
     def send(self, name: str, *args: object) -> None:
         for calls in self._calls:
             calls.put(pickle.dumps((name, args)))
+
+    def ask(self, asked: Asked) -> None:
+        for calls in self._calls:
+            calls.put(pickle.dumps(asked))
+
+    def answers(self) -> list[Answer]:
+        answers = [answers.get(timeout=TIMEOUT_SECONDS) for answers in self._answers]
+        if None in answers:
+            raise PeerError("another thread has ended")
+        return [pickle.loads(answer) for answer in answers]
+
+    def share(self, fd: int) -> None:
+        for calls in self._calls:
+            calls.put(SharedMemory(os.dup(fd)))
 
     def describe(self) -> str:
         return "threads"

@@ -26,6 +26,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
 from mrv1.runner import (
     AsyncOutput,
+    EachRank,
     KVListener,
     KVUsage,
     ModelRunner,
@@ -195,7 +196,7 @@ class EngineCore:
         self.scheduler.stop(request, reason, num_output_tokens)
         self._drain()
 
-    def set_kv_listener(self, listener: KVListener | None) -> None:
+    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell a listener of the keys and values of every step from now on; None = none."""
         self.runner.set_kv_listener(listener)
 

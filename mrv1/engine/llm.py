@@ -32,7 +32,7 @@ from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video
 from mrv1.options import takes
 from mrv1.progress import UseTqdm, counting_items
-from mrv1.runner import KVListener, KVUsage
+from mrv1.runner import EachRank, KVListener, KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
 from mrv1.sampler.params import short
 
@@ -424,7 +424,7 @@ class LLM:
         self.engine.update_weights(named_tensors, partial=partial)
 
     @in_turn
-    def set_kv_listener(self, listener: KVListener | None) -> None:
+    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` of the keys and values of every step launched from now on.
 
         It is called layer by layer when a layer's keys and values are on their way into the cache,
@@ -432,7 +432,13 @@ class LLM:
 
         Args:
             listener: see ``mrv1.runner.KVListener``. If it raises, the requests of that step end
-                with a ``StepError``, and the engine goes on. None = no listener.
+                with a ``StepError``, and the engine goes on. None = no listener. With several
+                ranks, an ``mrv1.runner.EachRank``: each rank has a listener of its own, for the
+                heads that it has.
+
+        Raises:
+            ConfigError: there are several ranks, and the listener is not for each of them, cannot
+                be pickled, or cannot be made on one; nothing has changed.
         """
         self.engine.set_kv_listener(listener)
 

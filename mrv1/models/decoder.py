@@ -58,6 +58,11 @@ class DecoderModel:
         self._sum_buffers: AllReduceBuffers | None = None
 
     @property
+    def parallel(self) -> ParallelContext:
+        """This rank among the tensor-parallel ranks."""
+        return self._parallel
+
+    @property
     def device(self) -> torch.device:
         """Where weights and activations live."""
         return self.weights.embed.device

@@ -126,6 +126,10 @@ class ParallelContext:
 
         return tuple(cut(*sizes) for sizes in zip(whole, own, strict=True))
 
+    def from_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return rank 0's tensor on every rank; the others give one of its shape and dtype."""
+        return self.all_gather(tensor)[..., : tensor.shape[-1]]
+
     def least(self, counts: Sequence[int]) -> tuple[int, ...]:
         """Return the least value that any rank has for each of ``counts``."""
         if self.size == 1:

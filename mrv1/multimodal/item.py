@@ -145,6 +145,13 @@ class MultimodalItem:
         object.__setattr__(own, "features", self.tensor.clone())
         return own
 
+    def without_features(self) -> MultimodalItem:
+        """Return a copy of the item for a process that needs its place and its hash alone."""
+        _ = self.content_hash
+        bare = copy.copy(self)
+        object.__setattr__(bare, "features", self.tensor[:0].cpu())
+        return bare
+
     def prepared(
         self, hidden_size: int, dtype: torch.dtype, *, pin_memory: bool
     ) -> MultimodalItem:

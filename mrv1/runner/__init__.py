@@ -1,7 +1,7 @@
 """The runner executes one step: slot state, batch, KV cache, layers, sampling, output."""
 
 from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.kv_listener import KVListener, KVReady, KVTokens
+from mrv1.runner.kv_listener import EachRank, KVListener, KVReady, KVTokens
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks import ParallelRunner
 from mrv1.runner.report import KVGroupReport, KVReport, KVUsage
@@ -17,6 +17,7 @@ from mrv1.runner.step import (
 
 __all__ = [
     "AsyncOutput",
+    "EachRank",
     "KVGroupReport",
     "KVListener",
     "KVReady",

@@ -58,6 +58,10 @@ SEGMENTS_PER_REQUEST = 40
 """Segments that an upload has room for per slot: enough for a new request, and a margin."""
 
 
+class LateError(RuntimeError):
+    """A step failed that all ranks have launched to its end: the ranks agree, and go on."""
+
+
 class TokenMasks(NamedTuple):
     """Masks of the tokens that some rows of logits may draw, on the device."""
 
@@ -178,6 +182,7 @@ class DeviceStep:
         self.device = device = model.device
         self._head_scales = head_scales
         self.processors = processors
+        self._late_error: Exception | None = None
         groups, num_slots = head_groups.groups, config.max_num_seqs
         layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
         self.attention = select_backend(
@@ -282,8 +287,19 @@ class DeviceStep:
 
     def give_up(self) -> None:
         """Let the next step take the ring slot of a step that was launched only in part."""
+        self._late_error = None
         self.outputs.give_up()
         self.slots[NEXT_UPLOAD].fill_(self.outputs.next_slot)
+
+    def fail_late(self, error: Exception) -> None:
+        """Let the step fail once it is launched to its end: the other ranks are in its middle."""
+        self._late_error = self._late_error or error
+
+    def raise_late_error(self) -> None:
+        """Raise LateError if the step that was launched has to fail."""
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise LateError(str(error)) from error
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
         """Launch a step of padding, first or after ``clear_inputs``; return ``sample``'s input."""
@@ -446,9 +462,9 @@ class DeviceStep:
             logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
         )
         if self.processors:
-            context = LogitsContext(idx_mapping=idx_mapping, history=history)
-            logits = self.processors.apply(logits, context)
-        tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+            logits, tokens = self._draw_processed(logits, idx_mapping, ahead)
+        else:
+            tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
         if stores_logprobs:
             num_top = self.sampler.num_logprobs
             self.logprobs.store(unmasked, tokens, idx_mapping, num_top, self.ops)
@@ -466,6 +482,27 @@ class DeviceStep:
             self.ops,
             chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
         )
+
+    def _draw_processed(
+        self, logits: torch.Tensor, idx_mapping: torch.Tensor, ahead: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits that custom processors edit, and the tokens drawn from them.
+
+        Of several ranks the first has the processors and draws, and the others take its tokens:
+        none at all, if a processor fails.
+        """
+        parallel, history = self.model.parallel, self._history
+        tokens = torch.full_like(idx_mapping, -1, dtype=torch.int64)
+        if parallel.rank == 0:
+            try:
+                context = LogitsContext(idx_mapping=idx_mapping, history=history)
+                logits = self.processors.apply(logits, context)
+                tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+            except Exception as error:
+                if parallel.size == 1:
+                    raise
+                self.fail_late(error)
+        return logits, tokens if parallel.size == 1 else parallel.from_first(tokens)
 
     def _draw_after_drafts(
         self, batch: SampledRows, hidden: torch.Tensor, wanted: Sequence[Wanted]

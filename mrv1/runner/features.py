@@ -6,6 +6,7 @@ Copies go to the stream of the steps: a row is overwritten after the older steps
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -139,17 +140,20 @@ class FeatureBuffer:
         ValueError: ``plan.staged_features`` has rows that the buffer or the item has not.
         """
         for staged in plan.staged_features:
-            item, start = staged.item, 0
+            item = staged.item
             self._claim(staged)
-            for run in staged.rows:
-                part = item.tensor.narrow(0, start, len(run))
-                self.rows.narrow(0, run.start, len(run)).copy_(part, non_blocking=True)
-                start += len(run)
+            if len(item.tensor):  # else rank 0 has sent them: see ``MultimodalItem``
+                self.write(staged.rows, item.tensor)
             earlier, _ = self._staged.pop(item.content_hash, (0, None))
             self._stagings.pop(earlier, None)
             self._stagings[self._num_stagings] = item.content_hash
             runs = [np.arange(run.start, run.stop, dtype=np.int32) for run in staged.rows]
             self._staged[item.content_hash] = self._num_stagings, np.concatenate(runs)
+
+    def write(self, runs: Sequence[range], features: torch.Tensor) -> None:
+        """Copy features to runs of rows, on the current stream."""
+        for run, part in zip(runs, features.split([*map(len, runs)]), strict=True):
+            self.rows.narrow(0, run.start, len(run)).copy_(part, non_blocking=True)
 
     def _claim(self, staged: StagedFeatures) -> None:
         """Check an item's rows, which no longer have the features of other items."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mrv1.models.batch import LayerCache
 from mrv1.runner.block_table import BlockTables
+from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.step import Int32Array, RequestId, StepPlan
 
 
@@ -29,6 +31,18 @@ class KVTokens:
     the request took its slot before there was a listener."""
 
 
+@dataclass(frozen=True, slots=True)
+class EachRank:
+    """A listener for each of several ranks, which are processes of their own.
+
+    A pickle of this object goes to each rank. It is a process that does not import the caller's
+    main module: ``make`` is a function of a module that can be imported, or a ``partial`` of one.
+    """
+
+    make: Callable[[int], KVListener]
+    """Returns the listener of a rank, which is given; called in the rank's process."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVReady:
     """Once ``event`` has passed, one layer's keys and values of a step are written."""
@@ -41,6 +55,8 @@ class KVReady:
     layer: int
     cache: LayerCache
     """The layer's pages, their layout, and the scales of an fp8 cache."""
+    heads: range
+    """The KV heads of the model that ``cache`` has, in their order; of several ranks a part."""
     event: torch.cuda.Event | None
     """Recorded after the write, or after the CUDA graph that contains the write: then all layers
     of the step share one event. None on a CPU, where the write is over."""
@@ -49,7 +65,8 @@ class KVReady:
 KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
 ``forward``. It must not wait. An exception fails the step: its requests end with a ``StepError``,
-others go on. With a listener, a step with prompts runs without a CUDA graph, and the calls come
+others go on; of several ranks, each has a listener of its own (``EachRank``), and the step runs to
+its end first. With a listener, a step with prompts runs without a CUDA graph, and the calls come
 between its layers, each with an event of its own. A decode step stays one graph, because an event
 for each layer would need a graph that is captured with it: the calls come after the graph's
 launch, and share one event.
@@ -88,22 +105,48 @@ def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tu
     return tuple(found)
 
 
-def tell(
-    listener: KVListener,
-    plan: StepPlan,
-    tokens: tuple[KVTokens, ...],
-    caches: Sequence[LayerCache],
-    device: torch.device,
-    *layers: int,
-) -> None:
-    """Tell ``listener`` of written layers with one event; RuntimeError if the listener raised."""
-    event = None
-    if device.type == "cuda":
-        event = torch.cuda.Event()
-        event.record()
-    for layer in layers:
-        ready = KVReady(plan=plan, tokens=tokens, layer=layer, cache=caches[layer], event=event)
+class ListenerError(RuntimeError):
+    """A listener raised the exception that is the cause."""
+
+
+class LayerCalls:
+    """Tells a listener of the layers of a step; of several ranks, until the listener fails."""
+
+    def __init__(
+        self,
+        listener: KVListener,
+        plan: StepPlan,
+        tokens: tuple[KVTokens, ...],
+        step: DeviceStep,
+        num_kv_heads: int,
+    ) -> None:
+        """Take the plan with the tokens of its rows, and the KV heads of the whole model."""
+        self._listener, self._step = listener, step
+        own = step.spec.num_kv_heads
+        (heads,) = step.model.parallel.part([num_kv_heads], [own])
+        self._ready = partial(
+            KVReady, plan=plan, tokens=tokens, heads=range(heads.start, heads.stop)
+        )
+        self._has_failed = False
+
+    def __call__(self, *layers: int) -> None:
+        """Tell of written layers with one event; ListenerError: one rank's listener raised."""
+        event = None
+        if self._step.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
         try:
-            listener(ready)
+            for layer in layers if not self._has_failed else ():
+                self._tell(layer, event)
+        except ListenerError as error:
+            if self._step.model.parallel.size == 1:
+                raise
+            self._has_failed = True
+            self._step.fail_late(error)
+
+    def _tell(self, layer: int, event: torch.cuda.Event | None) -> None:
+        cache = self._step.kv_cache.layers[layer]
+        try:
+            self._listener(self._ready(layer=layer, cache=cache, event=event))
         except Exception as error:  # of any type: it is the caller's code
-            raise RuntimeError(f"KV listener, layer {layer}: {error!r}") from error
+            raise ListenerError(f"KV listener, layer {layer}: {error!r}") from error

@@ -26,7 +26,7 @@ from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.debug import check_block_ids
 from mrv1.runner.device_memory import release_cached_memory, within_memory
-from mrv1.runner.kv_listener import KVListener, tell, tokens_of
+from mrv1.runner.kv_listener import EachRank, KVListener, LayerCalls, tokens_of
 from mrv1.runner.logprobs import LogprobReport, StoredLogprobs
 from mrv1.runner.preparation import StepPreparation
 from mrv1.runner.profile import kv_bytes
@@ -260,6 +260,10 @@ class ModelRunner:
             with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
                 self._step.give_up()
 
+    def drop(self, plan: StepPlan) -> None:
+        """Free the slots of a step that failed on another rank; its requests enter again."""
+        self.state.drop(plan)
+
     def _run(
         self,
         plan: StepPlan,
@@ -300,8 +304,7 @@ class ModelRunner:
         if plan.staged_features and not self.features.is_used:  # the first items that have some
             with self.between_steps():
                 self._sleep.allocate_features()
-        is_heard = self._kv_listener is not None
-        return self._preparation.prepare(plan, samples=samples, is_heard=is_heard)
+        return self._preparation.prepare(plan, samples=samples, is_heard=self.is_heard)
 
     def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
@@ -309,9 +312,9 @@ class ModelRunner:
         self._outputs.start()
         on_kv_written = None
         if self._kv_listener is not None:
-            num_before, caches = self.state.num_before(plan), self.kv_cache.layers
-            tokens = tokens_of(plan, num_before, self.block_tables)
-            on_kv_written = partial(tell, self._kv_listener, plan, tokens, caches, self.device)
+            tokens = tokens_of(plan, self.state.num_before(plan), self.block_tables)
+            num_heads = self._parts.model_config.num_kv_heads
+            on_kv_written = LayerCalls(self._kv_listener, plan, tokens, step, num_heads)
         if staged is None:
             forwarded = step.graphs.replay(rows.shape)
             if on_kv_written is not None:
@@ -372,6 +375,7 @@ class ModelRunner:
             waiting=self._waiting,
         )
         self._outputs.deliver(output)
+        step.raise_late_error()
         return output
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
@@ -403,10 +407,22 @@ class ModelRunner:
         """
         return self.features.prepared(item)
 
-    def set_kv_listener(self, listener: KVListener | None) -> None:
+    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` (None = nobody) of K and V of every step launched from now on."""
+        if isinstance(listener, EachRank):
+            listener = listener.make(self._parallel.rank)
         self._kv_listener = listener
         self.block_tables.keep_ids(listener is not None)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a KV listener is told of steps."""
+        return self._kv_listener is not None
+
+    @property
+    def rank(self) -> int:
+        """Index of this runner among the tensor-parallel ranks."""
+        return self._parallel.rank
 
     # --- memory and weights ---------------------------------------------------------------
     @property

@@ -265,6 +265,12 @@ class SleepMode:
             raise
         self._step.features.is_used = True
 
+    def free_features(self) -> None:
+        """Free the feature buffer again, after ``allocate_features``."""
+        self._step.features.free()
+        self._step.features.is_used = False
+        self.capture_again()
+
     def _capture_with(self, *, features: bool) -> None:
         """Allocate the buffer for features, if it is needed, and capture the graphs."""
         try:

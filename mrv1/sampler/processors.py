@@ -30,7 +30,8 @@ class LogitsProcessor(Protocol):
     """Edits logits after mrv1's own edits and before the temperature.
 
     A runner with custom processors launches the layers and the sampling separately. A processor
-    must not change the rows of requests that it is not meant for.
+    must not change the rows of requests that it is not meant for. Of several ranks, rank 0 alone
+    has processors, and draws from the whole logits that they edit; the others take its tokens.
 
     A request fails alone if ``add_request`` raises for it, or if ``apply`` leaves NaN in its row
     or no token to draw. If ``apply`` raises, or returns a tensor that differs in shape, dtype
@@ -72,16 +73,22 @@ def checked_processors(given: object) -> tuple[LogitsProcessor, ...]:
 
 
 class LogitsProcessors:
-    """A runner's custom processors, in their order, and the slots whose requests they refused."""
+    """A runner's custom processors, in their order, and the slots whose requests they refused.
 
-    def __init__(self, processors: Iterable[LogitsProcessor]) -> None:
+    ``are_elsewhere``: another rank has them.
+    """
+
+    def __init__(
+        self, processors: Iterable[LogitsProcessor], *, are_elsewhere: bool = False
+    ) -> None:
         self._processors = checked_processors(processors)
+        self.are_elsewhere = are_elsewhere
         self._refused: dict[int, RequestError] = {}
         """By slot, the error of the request that a processor refused."""
 
     def __bool__(self) -> bool:
-        """Whether there are any processors."""
-        return bool(self._processors)
+        """Whether there are any processors, on this rank or elsewhere."""
+        return bool(self._processors) or self.are_elsewhere
 
     def add_request(
         self, slot: int, params: SamplingParams, token_ids: npt.NDArray[np.int32]

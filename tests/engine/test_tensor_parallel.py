@@ -21,9 +21,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mrv1 import LLM, ConfigError, EngineConfig, RequestError, SamplingParams, StepError
+from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError
 from mrv1.engine.core import EngineCore
-from mrv1.multimodal import MultimodalItem
 from mrv1.runner.ranks import parallel_runner, processes
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
@@ -174,29 +173,6 @@ def test_every_rank_has_its_share_of_the_cache(cores):
     runners = [several.runner, *several.runner._ranks.runners.values()]
     assert sum(runner.kv_cache.nbytes for runner in runners) == one.runner.kv_cache.nbytes
     assert {runner.kv_cache.num_blocks for runner in runners} == {one.runner.kv_cache.num_blocks}
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda core: core.sleep(), "sleep: expected tensor_parallel_size=1, got tensor_par"),
-        (lambda core: core.wake_up(), "wake_up: expected tensor_parallel_size=1, got tensor_par"),
-        (lambda core: core.update_weights({}), "update_weights: expected tensor_parallel_size=1"),
-        (lambda core: core.set_kv_listener(print), "set_kv_listener: expected tensor_parallel_si"),
-    ],
-)  # fmt: skip
-def test_calls_for_one_rank_are_refused(cores, call, message):
-    _, several = cores("plain", 2)
-    with pytest.raises(ConfigError, match=message):
-        call(several)
-    assert several.runner._unusable is None
-
-
-def test_an_item_is_refused_alone(cores):
-    _, several = cores("plain", 2)
-    item = MultimodalItem(start=1, features=torch.zeros(2, 64), modality="image")
-    with pytest.raises(RequestError, match="multimodal: expected no items with tensor_parallel_s"):
-        several.add_request("a", PROMPT, GREEDY, multimodal=[item])
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,19 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 
 import torch
 
 from mrv1.config import EngineConfig
 from mrv1.device import rank_devices
 from mrv1.headwise import HeadPolicy
-from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.ranks.control import RankControl
 from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
+from mrv1.runner.ranks.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +92,10 @@ def serve(connection: Connection, start: RankStart) -> None:
     links.connect()
     runner.allocate_kv_cache(progress=False)
     connection.send(None)
+    control = RankControl(runner)
     while True:
-        name, args = connection.recv()
-        make_call(runner, name, *args)
-
-
-def make_call(runner: ModelRunner, name: str, *args: object) -> None:
-    """Make rank 0's call on another rank's runner; raise even if only the step's result fails."""
-    output = getattr(runner, name)(*args)
-    if isinstance(output, AsyncOutput) and runner.device.type == "cpu":
-        output.result()
+        message = connection.recv()
+        if message is None:
+            control.attach(SharedMemory(recv_handle(connection)))
+        elif (answer := control.answer(message)) is not None:
+            connection.send(answer)

@@ -10,23 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.device import rank_devices
-from mrv1.errors import ConfigError, RequestError, StepError
+from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
-from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.kv_listener import KVListener
+from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
+from mrv1.runner.ranks.control import Controls
 from mrv1.runner.ranks.failure import PeerError
 from mrv1.runner.ranks.groups import Gloo
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
+from mrv1.runner.report import KVReport, report_of
 from mrv1.runner.step import SlotRequest, StepPlan
 from mrv1.sampler import LogitsProcessor, SamplingParams
 
@@ -36,28 +37,38 @@ Result = TypeVar("Result")
 
 
 def _sendable(plan: StepPlan) -> StepPlan:
-    """Return a plan that every rank can unpickle: without grammars; masks come in ``sample``."""
-    if all(
-        type(each.sampling_params) is SamplingParams
-        and each.sampling_params.structured_output is None
-        for each in plan.entering
+    """Return a plan for other ranks: masks and features come by themselves."""
+    if (
+        all(
+            type(each.sampling_params) is SamplingParams
+            and each.sampling_params.structured_output is None
+            and not each.multimodal
+            for each in plan.entering
+        )
+        and not plan.staged_features
     ):
         return plan
 
     def stripped(request: SlotRequest) -> SlotRequest:
         values = {each.name: getattr(request.sampling_params, each.name) for each in PARAMS}
         params = SamplingParams(**values | {"structured_output": None})
-        return replace(request, sampling_params=params)
+        items = tuple(item.without_features() for item in request.multimodal)
+        return replace(request, sampling_params=params, multimodal=items)
 
     return replace(
-        plan, new=tuple(map(stripped, plan.new)), resumed=tuple(map(stripped, plan.resumed))
+        plan,
+        new=tuple(map(stripped, plan.new)),
+        resumed=tuple(map(stripped, plan.resumed)),
+        staged_features=tuple(
+            replace(staged, item=staged.item.without_features()) for staged in plan.staged_features
+        ),
     )
 
 
 class ParallelRunner(ModelRunner):
     """Rank 0 of a runner that is spread over ``config.tensor_parallel_size`` processes.
 
-    Its reports are of rank 0. Once a call has failed on any rank, or was interrupted, no rank runs
+    Once a call has failed on any rank, or was interrupted, no rank runs
     any more, and every step fails with the first rank's error.
     """
 
@@ -93,6 +104,7 @@ class ParallelRunner(ModelRunner):
             size=size, all_reduce=unlinked.all_reduce, all_gather=unlinked.all_gather
         ).shard(ModelConfig.from_pretrained(config.model))
         self._ranks = Ranks(config, head_policy, devices)
+        self._controls = Controls(self, self._ranks, self._end)
         try:
             super().__init__(
                 config,
@@ -114,11 +126,13 @@ class ParallelRunner(ModelRunner):
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step on every rank; see ``ModelRunner.execute``."""
-        return self._on_all_ranks(plan, super().execute, _sendable(plan))
+        self._stage_features(plan)
+        return self._on_all_ranks(plan, super().execute, plan)
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer on every rank; see ``ModelRunner.forward``."""
-        self._on_all_ranks(plan, super().forward, _sendable(plan))
+        self._stage_features(plan)
+        self._on_all_ranks(plan, super().forward, plan)
 
     def sample(
         self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
@@ -128,16 +142,36 @@ class ParallelRunner(ModelRunner):
             return super().sample(bitmask, rows)
         return self._on_all_ranks(self._pending.plan, super().sample, bitmask, rows)
 
+    def _stage_features(self, plan: StepPlan) -> None:
+        """Let every rank have the features that a plan stages, or raise a StepError."""
+        if not plan.staged_features or self._ranks.failure is not None:
+            return
+        self.check_usable()
+        try:
+            self._controls.stage_features(plan)
+        except CapacityError as error:
+            raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
+        except RuntimeError:
+            if self._ranks.failure is None:  # else the step fails with it
+                raise
+
     def _on_all_ranks(self, plan: StepPlan, call: Callable[..., Result], *args: object) -> Result:
         """Have every rank make a call of the step ``plan``, and return this rank's result."""
         cause: BaseException = PeerError("a rank has failed before")
         if self._ranks.failure is None:
             self.check_usable()
             try:
-                self._ranks.send(call.__name__, *args)
-                return call(*args)
+                sent = (_sendable(plan),) if len(args) == 1 else args
+                self._ranks.send(call.__name__, *sent)
+                result, failure = self._controls.joined(call, *args)
+                if failure is None:
+                    return result
+                self._ranks.send("drop", replace(plan, new=(), resumed=(), staged_features=()))
+                self.drop(plan)
             except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
                 cause = error
+            else:
+                raise StepError(failure, step_id=plan.step_id, req_ids=plan.req_ids)
         self._end(cause)
         if not isinstance(cause, Exception):
             raise cause
@@ -171,38 +205,32 @@ class ParallelRunner(ModelRunner):
         self._ranks.failure = self._unusable = FORKED
         super().after_fork()
 
-    def prepared(self, item: MultimodalItem) -> MultimodalItem:
-        """Refuse an item: only a single rank takes features."""
-        raise RequestError(f"multimodal: expected no items with {self._option}, got some")
-
-    def set_kv_listener(self, listener: KVListener | None) -> None:
-        """Refuse a listener, which would see the keys and values of rank 0 alone."""
-        if listener is not None:
-            self._refuse("set_kv_listener")
+    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
+        """Let each rank tell a listener of its own; see ``ModelRunner.set_kv_listener``."""
+        self._controls.set_kv_listener(listener)
 
     def sleep(self, level: int = 1) -> None:
-        """Refuse to sleep."""
-        self._refuse("sleep")
+        """Free memory on every rank; see ``ModelRunner.sleep``."""
+        self._controls.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Refuse to wake up."""
-        self._refuse("wake_up")
+        """Allocate the memory of every rank again; see ``ModelRunner.wake_up``."""
+        self._controls.wake_up(tags)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
-        """Refuse new weights."""
-        self._refuse("update_weights")
+        """Overwrite each rank's part of the weights; see ``ModelRunner.update_weights``."""
+        self._controls.update_weights(named_tensors, partial=partial)
 
-    def _refuse(self, call: str) -> NoReturn:
-        raise ConfigError(f"{call}: expected tensor_parallel_size=1, got {self._option}")
-
-    @property
-    def _option(self) -> str:
-        return f"tensor_parallel_size={self.config.tensor_parallel_size}"
+    def kv_report(self) -> KVReport:
+        """Return the sizes in bytes of the KV caches of all ranks together."""
+        parts, size = self._parts, self.config.tensor_parallel_size
+        ranks = [parts.head_groups.slice(rank, size) for rank in range(size)]
+        return report_of(self.kv_cache, parts.streaming_demand, self.features.nbytes, ranks)
 
     def describe(self) -> str:
-        """Return one line about rank 0: as ``ModelRunner.describe``, and how ranks are linked."""
+        """Return one line about all ranks: ``ModelRunner.describe``'s, and how they are linked."""
         size, links = self.config.tensor_parallel_size, self._ranks.describe()
-        return f"{super().describe()}, rank 0 of {size} over {links}"
+        return f"{super().describe()}, {size} ranks over {links}"
 
     def close(self) -> None:
         """End the other ranks and free this one's memory; the runner cannot be used afterwards."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from mrv1.headwise import HeadPolicy
 from mrv1.models import ParallelContext
 from mrv1.runner.model_runner import is_caused_by
 from mrv1.runner.ranks.child import RankStart
+from mrv1.runner.ranks.control import Answer, Asked
 from mrv1.runner.ranks.failure import PeerError, RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
@@ -93,13 +95,28 @@ class Member:
         """Return why the rank has failed; None = it has not said so, and its process lives."""
         if self._failure is None and self.connection.poll():
             try:
-                self._failure = self.connection.recv()
+                message = self.connection.recv()
+                if not isinstance(message, Answer):  # of a call that has failed on another rank
+                    self._failure = message
             except (EOFError, OSError):  # without a word
                 message = "its process closed its connection"
                 with suppress(subprocess.TimeoutExpired):
                     message = _exit_of(self.process.wait(REPORT_SECONDS))
                 self._failure = RankFailure(kind="", message=message, is_of_peer=False)
         return self._failure
+
+    def answer(self, deadline: float) -> Answer:
+        """Wait for the answer to a call; PeerError: the rank failed, or was silent until then."""
+        if not wait([self.connection], max(deadline - time.monotonic(), 0.0)):
+            raise PeerError("expected an answer, got none")
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):  # ``failure`` says why
+            message = None
+        if isinstance(message, Answer):
+            return message
+        self._failure = message
+        raise PeerError("expected an answer, got the end of the rank")
 
     def stop(self, seconds: float) -> None:
         """Let the rank end by itself, which it does when it waits for a call; else kill it."""
@@ -195,6 +212,22 @@ class Ranks:
         """Have every rank's runner call ``name``; OSError if a rank has ended or does not read."""
         for member in self._members:
             member.connection.send((name, args))
+
+    def ask(self, asked: Asked) -> None:
+        """Have every rank make a call and answer it; OSError as ``send``."""
+        for member in self._members:
+            member.connection.send(asked)
+
+    def answers(self) -> list[Answer]:
+        """Wait for the answers in the order of the ranks; PeerError: a rank has failed."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        return [member.answer(deadline) for member in self._members]
+
+    def share(self, fd: int) -> None:
+        """Let every rank attach the memory of a file descriptor; OSError as ``send``."""
+        for member in self._members:
+            member.connection.send(None)
+            send_handle(member.connection, fd, member.process.pid)
 
     @contextmanager
     def waiting(self, what: str, timeout: float | None = None) -> Iterator[None]:

@@ -1,0 +1,393 @@
+"""Calls between steps that all ranks make: memory, weights, listeners and reports.
+
+Rank 0 sends the name of a method of ``RankControl`` and its arguments, makes the call itself, and
+waits for an answer from each rank. A change that a rank may refuse has two parts: all ranks get
+ready; if one refuses, the others undo that, and nothing has changed anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from mrv1.errors import CapacityError, ConfigError, StepError, short
+from mrv1.models import NamedTensors
+from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.device_step import LateError
+from mrv1.runner.kv_listener import EachRank, KVListener
+from mrv1.runner.model_runner import ModelRunner, is_caused_by
+from mrv1.runner.ranks.shared_memory import SharedMemory
+from mrv1.runner.sleep import SleepTag, checked_tags
+from mrv1.runner.step import StepPlan
+
+SHARED_BYTES = 1 << 28
+"""Most bytes of new weights that the ranks read at a time."""
+
+ALIGNMENT = 16
+"""Bytes at a multiple of which each piece begins."""
+
+OUTPUTS = ("execute", "sample")
+"""Calls that end a step."""
+
+Result = TypeVar("Result")
+
+_REFUSALS = {each.__name__: each for each in (CapacityError, ConfigError)}
+"""Errors of a call that has changed nothing on its rank; any other ends all ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call of a method of ``RankControl``."""
+
+    name: str
+    args: tuple[object, ...]
+    waits: bool = True
+    """Whether rank 0 waits for the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of a call, or the kind and the message of the error by which a rank refused."""
+
+    value: Any = None
+    refusal: tuple[str, str] | None = None
+
+    def result(self, rank: int) -> Any:  # noqa: ANN401 - of any call
+        """Return the result, or raise the error."""
+        if self.refusal is None:
+            return self.value
+        kind, message = self.refusal
+        raise _REFUSALS[kind](message if rank == 0 else f"rank {rank}: {message}")
+
+
+class Piece(NamedTuple):
+    """Rows of a new weight in the memory that the ranks share."""
+
+    name: str
+    first_row: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    """Its first byte."""
+
+    def of(self, shared: SharedMemory) -> torch.Tensor:
+        """Return the values, a view of the memory."""
+        nbytes = math.prod(self.shape) * self.dtype.itemsize
+        return shared.bytes[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
+
+class RankControl:
+    """The calls of one rank, on its runner."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._shared: SharedMemory | None = None
+        self._made: KVListener | None = None
+
+    def answer(self, message: Asked | tuple[str, tuple[object, ...]]) -> Answer | None:
+        """Make a call; return its answer, None if rank 0 waits for none.
+
+        That is a call between steps, or the name and arguments of one of a step, which has an
+        answer if somebody listens. Errors that are no refusal are raised.
+        """
+        if isinstance(message, Asked):
+            try:
+                value = getattr(self, message.name)(*message.args)
+                return Answer(value=value) if message.waits else None
+            except tuple(_REFUSALS.values()) as error:
+                return Answer(refusal=(type(error).__name__, str(error)))
+        name, args = message
+        result, failure = self.step(getattr(self._runner, name), *args)
+        if isinstance(result, AsyncOutput) and self._runner.device.type == "cpu":
+            result.result()  # raises if only the step's result fails
+        return Answer(value=failure) if name in OUTPUTS and self._runner.is_heard else None
+
+    def step(self, call: Callable[..., Result], *args: object) -> tuple[Result | None, str | None]:
+        """Make a call of a step; return its result, or why the step fails on all ranks."""
+        try:
+            return call(*args), None
+        except StepError as error:
+            if not is_caused_by(error, LateError):
+                raise
+            return None, str(error.__cause__)
+
+    def attach(self, shared: SharedMemory | None) -> None:
+        """Take the memory in which new weights come; None = they have all come."""
+        if self._shared is not None:
+            self._shared.close()
+        self._shared = shared
+
+    # --- what a rank may refuse -----------------------------------------------------------
+    def copy_weights(self, level: int) -> None:
+        """Get ready to ``sleep``."""
+        with self._runner.between_steps():
+            self._runner.memory.copy_weights(level)
+
+    def allocate(self, tags: Collection[SleepTag]) -> None:
+        """Allocate what wakes up."""
+        with self._runner.between_steps():
+            self._runner.memory.allocate(tags)
+
+    def capture_awake(self) -> None:
+        """Capture graphs, if nothing sleeps but what was allocated."""
+        with self._runner.between_steps():
+            self._runner.memory.capture_awake()
+
+    def make_listener(self, pickled: bytes) -> None:
+        """Make the listener that is set next; ConfigError: it cannot be made here."""
+        try:
+            self._made = pickle.loads(pickled).make(self._runner.rank)
+        except Exception as error:  # of any type: it is the caller's code
+            raise ConfigError(
+                f"listener: expected EachRank.make to return a listener, got {error!r}"
+            ) from error
+
+    def allocate_features(self) -> None:
+        """Allocate the feature buffer."""
+        memory = self._runner.memory
+        with self._runner.between_steps():
+            if not self._runner.features.is_used:
+                memory.allocate_features()
+
+    # --- what follows ---------------------------------------------------------------------
+    def forget_copies(self) -> None:
+        """Undo ``copy_weights``."""
+        self._runner.memory.forget_copies()
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the weights and of the KV cache."""
+        with self._runner.between_steps():
+            self._runner.memory.free(level)
+
+    def free_again(self) -> None:
+        """Undo ``allocate`` and ``capture_awake``."""
+        with self._runner.between_steps():
+            self._runner.memory.free_again()
+
+    def free_features(self) -> None:
+        """Undo ``allocate_features``."""
+        with self._runner.between_steps():
+            self._runner.memory.free_features()
+
+    def write_features(
+        self, runs: Sequence[range], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """Write features that rank 0 shares to runs of rows of the feature buffer."""
+        if self._shared is None:
+            raise RuntimeError("write_features: expected shared memory, got none")
+        values = self._shared.bytes.view(dtype).view(shape)
+        self._runner.features.write(runs, values)
+        del values
+        self.attach(None)
+
+    def set_listener(self) -> None:
+        """Tell the listener that was made last, None = nobody, of the next steps."""
+        made, self._made = self._made, None
+        ModelRunner.set_kv_listener(self._runner, made)
+
+    def end_sleep(self) -> None:
+        """Wake up what was allocated."""
+        self._runner.memory.end_sleep()
+
+    def begin_update(self, names: Collection[str]) -> None:
+        """Let no step run until ``end_update``."""
+        self._runner.memory.begin_update(names)
+
+    def write_weights(self, pieces: Collection[Piece]) -> None:
+        """Write this rank's part of pieces of new weights."""
+        if self._shared is None:
+            raise RuntimeError("write_weights: expected shared memory, got none")
+        with self._runner.between_steps():
+            for piece in pieces:
+                values = piece.of(self._shared)
+                self._runner.memory.write(piece.name, piece.first_row, values)
+
+    def end_update(self, names: Collection[str]) -> None:
+        """Let steps run with new weights, and give the shared memory up."""
+        self._runner.memory.end_update(names)
+        self.attach(None)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def pieces_of(
+    tensors: Mapping[str, torch.Tensor], shared: SharedMemory
+) -> Iterator[tuple[Piece, ...]]:
+    """Copy tensors to shared memory; yield the pieces each time that it is full."""
+    pieces: list[Piece] = []
+    end = 0
+    for name, tensor in tensors.items():
+        values = tensor.detach()
+        row_bytes = math.prod(values.shape[1:]) * values.itemsize
+        start = 0
+        while start < len(values):
+            count = min((len(shared.bytes) - end) // row_bytes, len(values) - start)
+            if count == 0:
+                yield tuple(pieces)
+                pieces, end = [], 0
+                continue
+            part = values[start : start + count]
+            piece = Piece(name, start, tuple(part.shape), part.dtype, end)
+            piece.of(shared).copy_(part)
+            pieces.append(piece)
+            start += count
+            end += _aligned(count * row_bytes)
+    if pieces:
+        yield tuple(pieces)
+
+
+class Asking(Protocol):
+    """The other ranks, as ``mrv1.runner.ranks.processes.Ranks``."""
+
+    def ask(self, asked: Asked) -> None:
+        """Send a call to every rank."""
+        ...
+
+    def answers(self) -> list[Answer]:
+        """Wait for the answers of all, once rank 0 has made the call itself."""
+        ...
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Let this rank's GPU wait for the others' inside."""
+        ...
+
+    def share(self, fd: int) -> None:
+        """Let every rank attach the memory of a file descriptor."""
+        ...
+
+
+class Controls:
+    """The calls of all ranks, as rank 0 makes them; an error that is no refusal ends the ranks."""
+
+    def __init__(
+        self, runner: ModelRunner, ranks: Asking, end: Callable[[BaseException], None]
+    ) -> None:
+        """Take rank 0's runner, the other ranks, and what to do once a call has failed."""
+        self._runner, self._ranks, self._end = runner, ranks, end
+        self._own = RankControl(runner)
+
+    def ask(self, name: str, *args: object) -> list[Any]:
+        """Have every rank make a call; return the results, or raise the first rank's refusal."""
+        with self._ending(name):
+            self._ranks.ask(Asked(name, args))
+            own = self._own.answer(Asked(name, args))
+            answers = [own, *self._ranks.answers()]
+        return [answer.result(rank) for rank, answer in enumerate(answers)]
+
+    def joined(
+        self, call: Callable[..., Result], *args: object
+    ) -> tuple[Result | None, str | None]:
+        """Make this rank's call of a step that was sent to all; see ``RankControl.step``."""
+        result, failure = self._own.step(call, *args)
+        if isinstance(result, AsyncOutput) or failure is not None:
+            failures = [failure]
+            if self._runner.is_heard:
+                failures += [answer.value for answer in self._ranks.answers()]
+            for rank, failure in enumerate(failures):
+                if failure is not None:
+                    return None, failure if rank == 0 else f"rank {rank}: {failure}"
+        return result, None
+
+    def stage_features(self, plan: StepPlan) -> None:
+        """Let every other rank have the features that a plan stages, before the step.
+
+        They are copied to shared memory once. CapacityError: a rank has no room for the buffer.
+        """
+        if plan.staged_features and not self._runner.features.is_used:
+            with self._or_undo("free_features"):
+                self.ask("allocate_features")
+        with self._ending("write_features"):
+            for staged in plan.staged_features:
+                values = staged.item.tensor
+                shared = SharedMemory.new(values.nbytes)
+                shared.bytes.view(values.dtype).view(values.shape).copy_(values)
+                self._ranks.share(shared.fd)
+                shared.close()
+                args = staged.rows, tuple(values.shape), values.dtype
+                self._ranks.ask(Asked("write_features", args, waits=False))
+
+    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
+        """Have each rank make and set a listener; see ``ModelRunner.set_kv_listener``."""
+        self._runner.check_between_steps()
+        if listener is not None:
+            if not isinstance(listener, EachRank):
+                raise ConfigError(
+                    "listener: expected None or EachRank(make) with several ranks, which are "
+                    f"processes, got {short(listener)}"
+                )
+            try:
+                pickled = pickle.dumps(listener)
+            except Exception as error:  # of any type: it is the caller's object
+                raise ConfigError(
+                    f"listener: expected an EachRank that can be pickled, got {error!r}"
+                ) from error
+            self.ask("make_listener", pickled)
+        self.ask("set_listener")
+
+    def sleep(self, level: int) -> None:
+        """Put all ranks to sleep; see ``ModelRunner.sleep``."""
+        self._runner.check_between_steps()
+        self._runner.memory.check_level(level)
+        with self._or_undo("forget_copies"):
+            self.ask("copy_weights", level)
+        self.ask("sleep", level)
+
+    def wake_up(self, tags: Collection[str] | None) -> None:
+        """Wake all ranks; see ``ModelRunner.wake_up``."""
+        self._runner.check_between_steps()
+        checked = checked_tags(tags)
+        with self._or_undo("free_again"):
+            self.ask("allocate", checked)
+            self.ask("capture_awake")
+        self.ask("end_sleep")
+
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
+        """Give each rank its part of new weights; see ``ModelRunner.update_weights``.
+
+        All are checked before the first is sent. They are copied to shared memory once, piece by
+        piece, whatever the number of ranks.
+        """
+        runner = self._runner
+        runner.check_between_steps()
+        runner.memory.check_awake()
+        tensors = runner.memory.checked_update(named_tensors, partial=partial)
+        names = tuple(tensors)
+        widest = max(tensor[:1].nbytes for tensor in tensors.values())
+        nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
+        shared = SharedMemory.new(max(min(nbytes, SHARED_BYTES), widest))
+        self._ranks.share(shared.fd)
+        self._own.attach(shared)
+        self.ask("begin_update", names)
+        for pieces in pieces_of(tensors, shared):
+            self.ask("write_weights", pieces)
+        self.ask("end_update", names)
+
+    @contextlib.contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """End all ranks if something fails inside."""
+        try:
+            with self._ranks.waiting(what):
+                yield
+        except BaseException as error:
+            self._end(error)
+            if isinstance(error, Exception):
+                self._runner.check_between_steps()  # says which rank failed
+            raise
+
+    @contextlib.contextmanager
+    def _or_undo(self, name: str) -> Iterator[None]:
+        """Have every rank make a call if one refuses what is asked inside."""
+        try:
+            yield
+        except tuple(_REFUSALS.values()):
+            self.ask(name)
+            raise
