@@ -308,8 +308,9 @@ def _measure(
     ):
         start_s, first_tokens = next(events), next(events)
         say(f"{name}: started in {start_s:.1f} s")
-        is_other = firsts[0] is not None and benches[0].load_format != "dummy"
-        beside = firsts[0].first_tokens if is_other else None
+        beside = None if firsts[0] is None else firsts[0].first_tokens
+        if benches[0].load_format == "dummy":  # each engine's own model
+            beside = None
         agreed = compared(name, beside, first_tokens, machine.near_tie(ENGINES[name]), say)
         for measured in found:
             measured.start_s, measured.first_tokens = start_s, first_tokens
