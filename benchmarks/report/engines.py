@@ -127,7 +127,7 @@ def timeline_table(file: ResultFile) -> str:
         markdown(COLUMNS["timeline"], rows),
         file,
         f"{result['shape']} shape, {result['weights']} weights, {result['conditions']['batch']} "
-        f"requests of one token a step, one {file.device}",
+        f"requests of one token a step, {_gpus(result['conditions'])} {file.device}",
         f"recorded {result['conditions']['recorded']}",
         versions(result),
     )
@@ -246,7 +246,7 @@ def _conditions(file: ResultFile) -> list[str]:
             start += f", Triton's cache {result['start']['triton_cache']}"
     return [
         f"{result['shape']} shape, {result['weights']} weights, {result['dtype']}, {chosen}"
-        f"{result['path']} path on one {file.device}",
+        f"{result['path']} path on {_gpus(conditions)} {file.device}",
         requests(conditions),
         versions(result),
         f"clocks {conditions['clocks']}",
