@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
+import pkgutil
 import subprocess
 import sys
 import time
@@ -122,6 +124,30 @@ def test_a_key_does_not_depend_on_the_kernels_before_it():
 
     callers_first = [draw.draw_kernel, *in_order]
     assert keys(callers_first) == keys(in_order) == keys(in_order[::-1])
+
+
+def test_a_key_does_not_depend_on_addresses():
+    """Triton hashes a kernel's constants in the order of their names, and constants of one name in
+    the order of their modules' addresses: with two values the key varies between processes.
+    """
+    from mrv1 import kernels
+    from mrv1.kernels._base.triton import tl, triton
+
+    found = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    modules = [importlib.import_module(module.name) for module in found]
+    functions = {
+        function._fn_name: function
+        for module in modules
+        for function in vars(module).values()
+        if isinstance(function, triton.runtime.jit.JITFunction)
+    }
+    assert len(functions) > 100
+    for name, function in functions.items():
+        function.cache_key  # noqa: B018 - it finds the function's constants
+        values = {}
+        for (constant, _), (value, _) in function.used_global_vals.items():
+            if isinstance(value, tl.constexpr):
+                assert values.setdefault(constant, value.value) == value.value, (name, constant)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.int64])

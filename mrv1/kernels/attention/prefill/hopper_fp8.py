@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from mrv1.kernels._base.gluon import aggregate, fence_async_shared, gl, gluon, mbarrier
 from mrv1.kernels.attention.prefill import warp_groups as wg
-from mrv1.kernels.attention.prefill.warp_groups import VECTOR
+from mrv1.kernels.attention.prefill.warp_groups import PRODUCER_REGISTERS, VECTOR
 from mrv1.kernels.cache.kv_scales import KVScales
 
 TILE = (128, 2)
@@ -33,9 +33,10 @@ SLOTS = gl.constexpr(3)  # tiles of codes in shared memory, of K and V in turns:
 COLUMN_STAGES = gl.constexpr(3)
 """Tiles of factors, biases and inverses. When the keys of a tile are free, its columns are still
 read, but not the columns of the tile before."""
-CONSUMER_REGISTERS = gl.constexpr(208)
+WIDE_CONSUMER_REGISTERS = gl.constexpr(208)
 CONVERTER_REGISTERS = gl.constexpr(56)
-PRODUCER_REGISTERS = gl.constexpr(40)  # with two consumers: 512 in all, a multiprocessor's 65,536
+"""With a producer and two consumers 512 in all, a multiprocessor's 65,536. No two constants of a
+kernel have one name, or its key in Triton's cache follows the addresses of their modules."""
 CLEARED_ROWS = gl.constexpr(32)
 """Rows of values that are cleared at a time, so that they fit the converter's registers."""
 LIFT = gl.constexpr(14)
@@ -253,7 +254,7 @@ def attend(
             num_tiles, scale, q.ptr.dtype.element_ty == gl.bfloat16,
         )),
         (_produce, (k_desc, v_desc, codes, pages, end_tile, num_tiles)),
-    ], [4, 4, 1], [CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    ], [4, 4, 1], [WIDE_CONSUMER_REGISTERS, CONVERTER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def scale_arguments(scales: KVScales | None, block_size: int) -> tuple[object, ...]:
