@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,11 @@ def _small():
         patch.setattr(plan_buffers, "MIN_SHARING", 0)
         patch.setattr(plan_buffers, "prefix_item_rows", lambda *_: 32)
         patch.setattr(plan_buffers, "device_info", lambda _: gpu)
+        chosen = plan_buffers.DecodeAttentionConfig.default_for
+        one = partial(replace, programs_per_sm=1)  # as in the interpreter
+        patch.setattr(
+            plan_buffers.DecodeAttentionConfig, "default_for", lambda *args: one(chosen(*args))
+        )
         yield
 
 
