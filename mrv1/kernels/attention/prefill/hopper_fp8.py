@@ -35,8 +35,7 @@ COLUMN_STAGES = gl.constexpr(3)
 read, but not the columns of the tile before."""
 WIDE_CONSUMER_REGISTERS = gl.constexpr(208)
 CONVERTER_REGISTERS = gl.constexpr(56)
-"""With a producer and two consumers 512 in all, a multiprocessor's 65,536. No two constants of a
-kernel have one name, or its key in Triton's cache follows the addresses of their modules."""
+"""With a producer and two consumers 512 in all, a multiprocessor's 65,536."""
 CLEARED_ROWS = gl.constexpr(32)
 """Rows of values that are cleared at a time, so that they fit the converter's registers."""
 LIFT = gl.constexpr(14)
