@@ -7,7 +7,7 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.activation import SiluAndMulConfig, _silu_and_mul_kernel
 from mrv1.kernels.layers.all_reduce_norm import _all_reduce_norm_kernel
-from mrv1.kernels.layers.contracts import RING_ROWS
+from mrv1.kernels.layers.contracts import RING_ROWS, RING_SLOTS
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.kernels.layers.rope import RopeConfig, _apply_rope_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -77,6 +77,7 @@ def _all_reduce_norm(
         constexprs={
             "RANK": size - 1,
             "SIZE": size,
+            "RING_SLOTS": RING_SLOTS,
             "RING_ROWS": RING_ROWS,
             "TREE_SIZE": triton.next_power_of_2(size),
             "TWO_SHOT": two_shot,

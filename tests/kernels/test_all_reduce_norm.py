@@ -221,7 +221,7 @@ def test_calls_of_all_sizes_follow_each_other(size, calls, hidden, formats, seed
 @given(
     size=st.sampled_from([2, 3, 4]),
     calls=calls,
-    hidden=st.sampled_from([128, 576, 1000]),
+    hidden=st.sampled_from([1, 128, 576, 1000]),
     formats=formats,
     seed=seeds,
 )
@@ -257,6 +257,24 @@ def test_both_algorithms_have_the_bits_of_rms_norm(dtype):
 
     first, *others = on_peers(size, run)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("as_on_gpu", [False, True])
+def test_a_small_call_clears_what_a_large_one_has_left(as_on_gpu):
+    """After a program's turn, its slot of the turn before is as it was at first."""
+
+    def run(parallel):
+        buffers = AllReduceBuffers.allocate(parallel.peers, 130, torch.float32)
+        for index, size in enumerate((40, 1, 1, 40, 3, 40, 40, 1, 2)):
+            partial = torch.full((size, 130), float(index + parallel.rank))
+            out = kernels.all_reduce_norm(partial, buffers)
+            assert torch.equal(out, torch.full_like(out, 2.0 * index + 1))
+            before = buffers.received.own[buffers.turn[0] - 2]
+            assert not before[:, : 4 if as_on_gpu else RING_ROWS].any()
+
+    with tiles("all_reduce_norm", as_on_gpu=as_on_gpu):
+        on_peers(2, run)
 
 
 # --- edges -------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ inverted, and the one pattern that would be 0 then, a NaN, is sent as another Na
     two shots  tiles of rows have owners: every rank sends its partial to the owner, which adds up
                all of them and the residual, and sends the result to all others
 
-Words arrive in a ring of three slots. While call n waits for the words of its slot, it clears the
-slot of call n - 1, which call n + 2 uses next. A rank sends in call n + 2 once it finished call
-n + 1, and that took words which every other rank sent, to it or to the owner, after finishing call
-n: nobody sends into a slot that is not yet cleared, and no call needs a barrier. Each program
-counts its own turns, on the device, so calls of any sizes follow each other, in CUDA graphs and
-outside.
+Words arrive in a ring of four slots, which a program uses in turn, one for each of its tiles, over
+all calls. In turn n it clears the slot of turn n - 1, then sends the words of turn n + 1 if this
+call has them, and then waits for those of turn n. So no rank sends too early into a slot: one that
+has finished turn n may send the words of turn n + 2, into the slot of turn n - 2. It has received
+words of turn n from every other rank, or from the owner, who had them, and each rank sent these
+after it had cleared the slot of turn n - 2. No call needs a barrier. Programs count their turns on
+the device, each for itself: calls of any sizes follow each other, in CUDA graphs and outside.
 
 Sources: NCCL's protocol LL, for data that is its own flag; TensorRT-LLM's Lamport-style
 all-reduce, for a value that means "not yet" instead of flags.
@@ -34,7 +35,12 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.layers.contracts import RING_ROWS, AllReduceAlgorithm, AllReduceBuffers
+from mrv1.kernels.layers.contracts import (
+    RING_ROWS,
+    RING_SLOTS,
+    AllReduceAlgorithm,
+    AllReduceBuffers,
+)
 from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
 POLLS = tl.constexpr(256)
@@ -51,6 +57,23 @@ def _encoded(x, WORD: tl.constexpr):
     nan: tl.constexpr = (1 << (WORD.primitive_bitwidth - 1)) - 1
     bits = x.to(WORD, bitcast=True)
     return ~tl.where(bits == -1, nan, bits)
+
+
+@triton.jit
+def _send(
+    received_ptrs,
+    offset,
+    words,
+    in_tile,
+    owner,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TO_OWNER: tl.constexpr,
+):
+    """Store words into the memory of all other ranks, or of the owner alone."""
+    for step in tl.static_range(1, SIZE):
+        if (not TO_OWNER) or owner == (RANK + step) % SIZE:
+            tl.store(received_ptrs[(RANK + step) % SIZE] + offset, words, mask=in_tile)
 
 
 @triton.jit
@@ -108,7 +131,7 @@ def _all_reduce_norm_kernel(
     stride_out_token,
     normed_ptr,  # [num_tokens, hidden], unit last stride; or None
     stride_normed_token,
-    received_ptrs,  # tuple: each rank's [3, SIZE, RING_ROWS, hidden] words, contiguous
+    received_ptrs,  # tuple: each rank's [RING_SLOTS, SIZE, RING_ROWS, hidden] words, contiguous
     turn_ptr,  # [RING_ROWS] int32, one's own: the slot of each program's next turn
     partial_ptr,  # [num_tokens, hidden], unit last stride
     stride_partial_token,
@@ -126,6 +149,7 @@ def _all_reduce_norm_kernel(
     prefetch_warp_bytes,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    RING_SLOTS: tl.constexpr,
     RING_ROWS: tl.constexpr,
     TREE_SIZE: tl.constexpr,  # power of two >= SIZE
     TWO_SHOT: tl.constexpr,
@@ -151,13 +175,17 @@ def _all_reduce_norm_kernel(
     stride_source = RING_ROWS * hidden
     stride_slot = SIZE * stride_source
     in_ring = (program * TILE_ROWS + tile_row) * hidden + col
+    num_tiles = tl.cdiv(num_tokens, TILE_ROWS)
     turn = tl.load(turn_ptr + program)
-    for tile in range(program, tl.cdiv(num_tokens, TILE_ROWS), num_programs):
-        row = tile * TILE_ROWS + tile_row.to(tl.int64)
-        in_tile = (row < num_tokens) & (col < hidden)
-        at_turn = turn * stride_slot + in_ring
-        partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
-        words = _encoded(partial, WORD)
+    row = program * TILE_ROWS + tile_row.to(tl.int64)
+    in_tile = (row < num_tokens) & (col < hidden)
+    partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
+    words = _encoded(partial, WORD)
+    _send(
+        *(received_ptrs, turn * stride_slot + RANK * stride_source + in_ring),
+        *(words, in_tile, program % SIZE, RANK, SIZE, TWO_SHOT),
+    )
+    for tile in range(program, num_tiles, num_programs):
         owner = tile % SIZE
         if residual_ptr is not None:  # loaded before the wait; a result that comes has it already
             residual = tl.load(
@@ -169,15 +197,29 @@ def _all_reduce_norm_kernel(
             # A pointer per row, as in rms_norm, so that the squares are added in the same order.
             weight_ptrs = tl.broadcast_to(weight_ptr + col, in_tile.shape)
             weight = tl.load(weight_ptrs, mask=col < hidden, other=0.0)
-        sent_to = RANK * stride_source + at_turn
-        for step in tl.static_range(1, SIZE):
-            if (not TWO_SHOT) or owner == (RANK + step) % SIZE:
-                tl.store(received_ptrs[(RANK + step) % SIZE] + sent_to, words, mask=in_tile)
-        cleared = own_ptr + (turn + 2) % 3 * stride_slot + in_ring
+        cleared = own_ptr + (turn + RING_SLOTS - 1) % RING_SLOTS * stride_slot + in_ring
         for step in tl.static_range(1, SIZE):
             source = (RANK + step) % SIZE
-            tl.store(cleared + source * stride_source, tl.zeros_like(words), mask=in_tile)
+            tl.store(cleared + source * stride_source, tl.zeros_like(words), mask=col < hidden)
+        next_turn = (turn + 1) % RING_SLOTS
+        next_row = row + num_programs * TILE_ROWS
+        in_next = (next_row < num_tokens) & (col < hidden)
+        next_partial = partial
+        if tile + num_programs < num_tiles:
+            # All threads' clearing comes before all threads' words.
+            tl.debug_barrier()
+            tl.atomic_xchg(turn_ptr + program, next_turn, sem="acq_rel", scope="sys")
+            tl.debug_barrier()
+            next_partial = tl.load(
+                partial_ptr + next_row * stride_partial_token + col, mask=in_next, other=0.0
+            )
+            _send(
+                *(received_ptrs, next_turn * stride_slot + RANK * stride_source + in_ring),
+                *(_encoded(next_partial, WORD), in_next),
+                *((tile + num_programs) % SIZE, RANK, SIZE, TWO_SHOT),
+            )
 
+        at_turn = turn * stride_slot + in_ring
         slot_ptrs = own_ptr + at_turn
         if TWO_SHOT and owner != RANK:
             total = _received(slot_ptrs + owner * stride_source, in_tile, abort_ptr, PARTIAL)
@@ -193,19 +235,17 @@ def _all_reduce_norm_kernel(
                 total = residual.to(tl.float32) + total
         rounded = total.to(OUT)
         if TWO_SHOT and owner == RANK:
-            result = _encoded(rounded.to(PARTIAL), WORD)
-            for step in tl.static_range(1, SIZE):
-                tl.store(received_ptrs[(RANK + step) % SIZE] + sent_to, result, mask=in_tile)
+            _send(
+                *(received_ptrs, RANK * stride_source + at_turn),
+                *(_encoded(rounded.to(PARTIAL), WORD), in_tile, 0, RANK, SIZE, False),
+            )
         tl.store(out_ptr + row * stride_out_token + col, rounded, mask=in_tile)
         if normed_ptr is not None:
             x = rounded.to(tl.float32)
             scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
             normed = (x * scale[:, None]).to(OUT).to(tl.float32) * weight.to(tl.float32)
             tl.store(normed_ptr + row * stride_normed_token + col, normed.to(OUT), mask=in_tile)
-        turn = (turn + 1) % 3
-        if tile + num_programs < tl.cdiv(num_tokens, TILE_ROWS):
-            # The next tile's words leave only after the clearing, as after the end of a kernel.
-            tl.atomic_xchg(turn_ptr + program, turn, sem="acq_rel", scope="sys")
+        turn, row, in_tile, partial = next_turn, next_row, in_next, next_partial
     tl.store(turn_ptr + program, turn)
 
 
@@ -268,9 +308,8 @@ def all_reduce_norm(
         config = RmsNormConfig.for_interpreter(RING_ROWS, hidden)
     else:
         config = RmsNormConfig.default_for(hidden)
-    num_programs = min(
-        triton.cdiv(num_tokens, config.tile_rows), max(RING_ROWS // config.tile_rows, 1)
-    )
+    tile_rows = min(config.tile_rows, RING_ROWS)
+    num_programs = min(triton.cdiv(num_tokens, tile_rows), RING_ROWS // tile_rows)
     if algorithm is None:
         algorithm = algorithm_for(size, num_tokens * hidden * partial.itemsize)
     grid = max(num_programs, PREFETCH_PROGRAMS if prefetch is not None else 0)
@@ -285,10 +324,11 @@ def all_reduce_norm(
         **prefetch_arguments(prefetch, partial.device, grid * config.num_warps),
         RANK=received.rank,
         SIZE=size,
+        RING_SLOTS=RING_SLOTS,
         RING_ROWS=RING_ROWS,
         TREE_SIZE=triton.next_power_of_2(size),
         TWO_SHOT=algorithm == "two_shot" and size > 1,
-        TILE_ROWS=config.tile_rows,
+        TILE_ROWS=tile_rows,
         TILE_DIM=tile_dim,
         WARPS=config.num_warps,
         num_warps=config.num_warps,

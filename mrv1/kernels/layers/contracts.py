@@ -17,8 +17,8 @@ Activation = Literal["silu_and_mul"]
 AllReduceAlgorithm = Literal["one_shot", "two_shot"]
 """How ``all_reduce_norm`` sums."""
 
-RING_SLOTS = 3
-"""Calls of ``all_reduce_norm`` whose words have places of their own; see its module."""
+RING_SLOTS = 4
+"""Turns of a program of ``all_reduce_norm`` whose words have places of their own."""
 RING_ROWS = 256
 """Rows of a slot: as many are under way at once. 256 programs of 16 warps run at the same time on
 an H100 or H200."""

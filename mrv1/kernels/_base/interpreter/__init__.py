@@ -14,6 +14,7 @@ one host: a volatile load lets the other threads run.
 
 from __future__ import annotations
 
+import threading
 import types
 
 import numpy as np
@@ -40,6 +41,7 @@ def install(*, debug: bool = False) -> None:
         ti.ReduceOps, ti.ScanOps = CorrectedReduceOps, CorrectedScanOps
         _correct_arguments()
         _copy_back_only_from_copies()
+        _parse_in_one_thread()
         _patch_library_once()
         # Stock, every int32 operation is repeated in int64 and the check thrown away.
         builder.options = ti.InterpreterOptions(debug=False, sanitize_overflow=False)
@@ -91,6 +93,17 @@ def _copy_back_only_from_copies() -> None:
             restore(self, args_dev, args_hst, kwargs, kwargs_hst)
 
     executor._restore_args_dev = restore_args_dev
+
+
+def _parse_in_one_thread() -> None:
+    """Rewrite one function at a time: Python 3.11 fails where threads parse at the same time."""
+    rewrite, lock = ti.InterpretedFunction.rewrite, threading.RLock()
+
+    def rewrite_alone(self: Opaque) -> Opaque:
+        with lock:
+            return rewrite(self)
+
+    ti.InterpretedFunction.rewrite = rewrite_alone
 
 
 class _KeptScope:
