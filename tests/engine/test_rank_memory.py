@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1 import LLM, CapacityError, ConfigError, ModelRunner, SamplingParams
+from mrv1 import LLM, AsyncLLM, CapacityError, ConfigError, ModelRunner, SamplingParams
 from mrv1.runner.ranks import control, parallel_runner
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.sleep import SleepMode
@@ -227,6 +228,35 @@ def test_a_wrong_argument_reaches_no_rank(pair, monkeypatch, call, message):
         with pytest.raises(ConfigError, match=message):
             call(several)
     assert not several.is_sleeping()
+
+
+def test_an_async_engine_has_ranks(checkpoint, on_threads):
+    """Its calls between steps, too."""
+
+    async def generated(llm: AsyncLLM) -> list[tuple[int, ...]]:
+        async def last(index: int) -> tuple[int, ...]:
+            async for output in llm.generate(PROMPTS[index], GREEDY, f"{index}"):
+                tokens = output.outputs[0].token_ids
+            return tokens
+
+        return list(await asyncio.gather(*map(last, range(len(PROMPTS)))))
+
+    async def main() -> list[list[tuple[int, ...]]]:
+        llm = AsyncLLM(
+            str(checkpoint(False)), device="cpu", dtype="float64", tensor_parallel_size=2,
+            num_kv_blocks=40, max_num_seqs=4, max_model_len=128, use_tqdm_on_load=False,
+        )  # fmt: skip
+        async with llm:
+            found = [await generated(llm)]
+            await llm.sleep(2)
+            await llm.wake_up()
+            await llm.update_weights(new_weights(1))
+            await llm.update_weights(new_weights(0))
+            return [*found, await generated(llm)]
+
+    with make_llm(checkpoint(False), 1) as one:
+        expected = tokens(one)
+    assert asyncio.run(main()) == [expected, expected]
 
 
 def test_reports_are_of_all_ranks(checkpoint, on_threads):
