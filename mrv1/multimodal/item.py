@@ -149,7 +149,9 @@ class MultimodalItem:
         """Return a copy of the item for a process that needs its place and its hash alone."""
         _ = self.content_hash
         bare = copy.copy(self)
-        object.__setattr__(bare, "features", self.tensor[:0].cpu())
+        # Without memory: a view's pickle would share all of the item's with the other process.
+        nothing = torch.empty(0, self.tensor.shape[1], dtype=self.tensor.dtype)
+        object.__setattr__(bare, "features", nothing)
         return bare
 
     def prepared(
