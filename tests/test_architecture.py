@@ -407,7 +407,6 @@ WAITING_FUNCTIONS = {
     "runner.request_state:RequestState.stage": "a numpy array of the plan",
     "runner.request_state:RequestState._check_rows": "a numpy array of the plan",
     "runner.request_state:RequestState.take_drafts": "numpy arrays of a result",
-    "runner.staging:Staging._pinned": "a view of page-locked host memory",
 }
 
 

@@ -15,10 +15,11 @@ from typing import TypeVar
 import torch
 
 from mrv1 import EngineConfig, HeadPolicy, ModelRunner
-from mrv1.kernels._base.peers import PeerBuffer
+from mrv1.kernels._base.peers import PeerBuffer, PeerError
 from mrv1.models import ParallelContext
+from mrv1.runner.follower import Follower
+from mrv1.runner.ranks.child import make_call
 from mrv1.runner.ranks.control import Answer, Asked, RankControl
-from mrv1.runner.ranks.failure import PeerError
 from mrv1.runner.ranks.shared_memory import SharedMemory
 
 Result = TypeVar("Result")
@@ -95,6 +96,24 @@ def on_ranks(
         return [each.result() for each in [pool.submit(run, c) for c in meeting.contexts]]
 
 
+class ThreadMemory:
+    """``HostMemory`` of one thread: all ranks have the same buffers, in order of their calls."""
+
+    _lock = threading.Lock()
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers, self._count = buffers, 0
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        with self._lock:
+            if self._count == len(self._buffers):
+                self._buffers.append(torch.zeros(shape, dtype=torch.int32))
+            self._count += 1
+            buffer = self._buffers[self._count - 1]
+        assert buffer.shape == shape
+        return buffer
+
+
 class ThreadRanks:
     """Stands in for ``processes.Ranks``; what is sent is pickled as for a process."""
 
@@ -107,6 +126,8 @@ class ThreadRanks:
         size = len(devices)
         self.failure: str | None = None
         self._meeting = Meeting(size)
+        self._memory: list[torch.Tensor] = []
+        self.memory = ThreadMemory(self._memory)
         self._calls = [queue.Queue() for _ in range(1, size)]
         self._answers = [queue.Queue() for _ in range(1, size)]
         self._errors: list[BaseException] = []
@@ -124,14 +145,19 @@ class ThreadRanks:
         context, calls = self._meeting.contexts[rank], self._calls[rank - 1]
         try:
             runner = self.runners[rank] = ModelRunner(
-                config, head_policy=head_policy, parallel=context, progress=False
+                config,
+                head_policy=head_policy,
+                parallel=context,
+                memory=ThreadMemory(self._memory),
+                progress=False,
             )
+            follower = Follower(runner.device_step)
             self._started.release()
             control = RankControl(runner)
             while (message := calls.get()) is not None:
                 if isinstance(message, SharedMemory):
                     control.attach(message)
-                elif (answer := control.answer(pickle.loads(message))) is not None:
+                elif (answer := make_call(control, follower, pickle.loads(message))) is not None:
                     self._answers[rank - 1].put(pickle.dumps(answer))
         except BaseException as error:
             self._errors.append(error)

@@ -135,7 +135,7 @@ class AsyncOutput:
         on_output: Callable[[StepOutput], None] | None = None,
         logprobs: Sequence[LogprobReport | StoredLogprobs] = (),
         prompt_logprobs: Sequence[LogprobReport] = (),
-        waiting: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        waiting: Callable[[str], AbstractContextManager[object]] | None = None,
     ) -> None:
         """Store the arguments; nothing waits yet.
 
@@ -150,11 +150,12 @@ class AsyncOutput:
             logprobs: log-probabilities of the tokens that the step draws.
             prompt_logprobs: log-probabilities of prompt tokens.
             waiting: returns a context for the wait, which may raise a RuntimeError at its end.
+                None = none.
         """
         self._plan, self._rows, self._done, self._on_output = plan, rows, done, on_output
         self._num_output, self._tokens, self._refusals = num_output, tokens, refusals or {}
         self._logprobs, self._prompt_logprobs = logprobs, prompt_logprobs
-        self._waiting = waiting
+        self._waiting = waiting or nullcontext
         self._outcome: StepOutput | StepError | None = None
 
     @property

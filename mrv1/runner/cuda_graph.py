@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -56,6 +57,9 @@ class StepGraphs:
         self._decodes_beside = sorted({0, min(SMALL_DECODE, max_num_reqs), max_num_reqs})
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Forwarded | None]] = {}
         self._tails: dict[tuple[StepShape, Tail], torch.cuda.CUDAGraph] = {}
+        self._numbers: dict[StepShape | tuple[StepShape, Tail], int] = {}
+        self._numbered: list[tuple[torch.cuda.CUDAGraph, Forwarded | None]] = []
+        """Every graph, in the order of capture, which is that of all ranks."""
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -147,11 +151,17 @@ class StepGraphs:
                         with captured(graph):
                             sample(forwarded, tail)
                 bar.advance(task)
+        self._numbers = dict(zip((*self._graphs, *self._tails), count()))
+        self._numbered = [*self._graphs.values(), *((tail, None) for tail in self._tails.values())]
 
     def clear(self) -> None:
-        """Drop every graph."""
+        """Drop every graph, whoever still refers to one."""
+        for graph, _ in self._numbered:
+            graph.reset()
         self._tails.clear()
         self._graphs.clear()
+        self._numbers.clear()
+        self._numbered.clear()
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """Return the captured shape that a step is padded to; None if no graph fits."""
@@ -177,6 +187,16 @@ class StepGraphs:
         Returns what ``sample`` needs, unless the graph samples, until a graph but its tail runs.
         """
         graph, forwarded = self._graphs[shape]
+        graph.replay()
+        return forwarded
+
+    def number(self, shape: StepShape, tail: Tail | None = None) -> int:
+        """Return the number of the graph of ``replay`` or ``replay_tail``, alike on every rank."""
+        return self._numbers[shape if tail is None else (shape, tail)]
+
+    def replay_number(self, number: int) -> Forwarded | None:
+        """Launch the graph of a number; returns as ``replay``, and None for a tail."""
+        graph, forwarded = self._numbered[number]
         graph.replay()
         return forwarded
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +29,10 @@ from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
+from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
+from mrv1.runner.launches import LayersLaunch, SampledReports, SamplingLaunch
 from mrv1.runner.logprobs import (
     FILTER_CHUNK,
     LOGITS_CHUNK,
@@ -75,13 +76,17 @@ class MaskBuffer:
     """The fixed place of a step's int32 masks on the device; its ring is like ``OutputRing``."""
 
     def __init__(
-        self, max_masks: int, mask_words: int, num_slots: int, device: torch.device
+        self,
+        max_masks: int,
+        mask_words: int,
+        num_slots: int,
+        device: torch.device,
+        memory: HostMemory,
     ) -> None:
         self._bitmask = torch.zeros(max_masks, mask_words, dtype=torch.int32, device=device)
         self._rows = torch.full((max_masks,), -1, dtype=torch.int32, device=device)
-        pinned = partial(torch.zeros, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._host_bitmask = pinned(num_slots, max_masks, mask_words)
-        self._host_rows = pinned(num_slots, max_masks)
+        self._host_bitmask = memory.zeros(num_slots, max_masks, mask_words)
+        self._host_rows = memory.zeros(num_slots, max_masks)
 
     def first(self, num_masks: int) -> TokenMasks:
         """Return the first masks of the step."""
@@ -106,16 +111,24 @@ class MaskBuffer:
         """Make every mask one for no row, on the current stream."""
         self._rows.fill_(-1)
 
-    def put(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> None:
-        """Copy ``bitmask [masks, words]``, None = no mask; ``rows`` is as in ``TokenMasks``."""
+    def write(self, slot: int, bitmask: Int32Array | None, rows: Int32Array) -> int:
+        """Write ``bitmask [masks, words]``, None = no mask, to a slot; return the masks' number.
+
+        ``rows`` is as in ``TokenMasks``.
+        """
         host_rows = self._host_rows[slot]
         host_rows.fill_(-1)
-        if bitmask is not None:
-            host_rows[: len(rows)] = torch.from_numpy(rows)
-            host_bitmask = self._host_bitmask[slot, : len(bitmask)]
-            host_bitmask.copy_(torch.from_numpy(bitmask))
-            self._bitmask[: len(bitmask)].copy_(host_bitmask, non_blocking=True)
-        self._rows.copy_(host_rows, non_blocking=True)
+        if bitmask is None:
+            return 0
+        host_rows[: len(rows)] = torch.from_numpy(rows)
+        self._host_bitmask[slot, : len(bitmask)].copy_(torch.from_numpy(bitmask))
+        return len(bitmask)
+
+    def put(self, slot: int, num_masks: int) -> None:
+        """Copy the masks of a slot to the device, on the current stream."""
+        host_bitmask = self._host_bitmask[slot, :num_masks]
+        self._bitmask[:num_masks].copy_(host_bitmask, non_blocking=True)
+        self._rows.copy_(self._host_rows[slot], non_blocking=True)
 
 
 def _sampler_limits(config: EngineConfig, model_config: ModelConfig) -> SamplerLimits:
@@ -133,7 +146,8 @@ class DeviceStep:
     Owned by the runner, whose thread calls it. Every launch goes to the current stream, and the
     host does not wait. ``spec`` has the shapes and dtypes of ``kv_cache``, which is set before the
     first launch; ``head_scales``, ``[layers, 2, kv_heads]``, are the cache's static scales, if it
-    has some; ``processors`` are custom logits processors.
+    has some; ``processors`` are custom logits processors; ``memory`` is where the buffers are that
+    the host writes for the device, None = in pinned memory of this process.
 
     Raises:
         ConfigError, UnsupportedDeviceError: the attention backend does not support the model.
@@ -176,7 +190,9 @@ class DeviceStep:
         *,
         head_scales: torch.Tensor | None,
         processors: LogitsProcessors,
+        memory: HostMemory | None = None,
     ) -> None:
+        memory = memory or PinnedMemory(model.device)
         self.config, self.model, self.ops, self.spec = config, model, ops, spec
         self.head_groups, self.max_model_len = head_groups, max_model_len
         self.device = device = model.device
@@ -205,7 +221,9 @@ class DeviceStep:
         self._history = self.state.history()
         num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot
         self.outputs = OutputRing(num_rows, MAX_SAMPLED_TOKENS, config.steps_in_flight, device)
-        self.masks = MaskBuffer(num_slots, limits.mask_words, self.outputs.num_slots, device)
+        self.masks = MaskBuffer(
+            num_slots, limits.mask_words, self.outputs.num_slots, device, memory
+        )
         self.logprobs = LogprobRing(
             num_slots,
             min(config.logprobs_limit(limits.vocab_size), limits.vocab_size),
@@ -221,6 +239,7 @@ class DeviceStep:
             request_words=max_model_len + self.block_tables.row_width,
             max_sources=self.slots[FEATURE_SOURCE].shape[1],
             captured_drafts=(num_slots, config.max_draft_tokens),
+            memory=memory,
         )
         self.graphs = StepGraphs(
             num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens
@@ -365,31 +384,74 @@ class DeviceStep:
         self.attention.plan(batch.attention, layers, query_lens, seq_lens)
         return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
 
-    def sample_rows(
+    def replay(self, shape: StepShape) -> Forwarded | None:
+        """Launch a captured step; as ``Launches``."""
+        return self.graphs.replay(shape)
+
+    @torch.inference_mode()
+    def launch_layers(
+        self,
+        launch: LayersLaunch,
+        *,
+        check: Callable[[InputBatch], None] | None = None,
+        on_kv_written: Callable[[int], None] | None = None,
+    ) -> Forwarded:
+        """Launch the layers of a step, kernel by kernel; as ``Launches``."""
+        offsets = launch.attn_mask_offsets
+        if offsets is not None:
+            offsets = offsets.to(self.device, non_blocking=True)
+        batch, hidden = self.forward(
+            launch.shape,
+            self.staging.staged(launch.sent, launch.shape.num_rows),
+            query_lens=launch.query_lens,
+            seq_lens=launch.seq_lens,
+            attn_mask_offsets=offsets,
+            check=check,
+            on_kv_written=on_kv_written,
+        )
+        return batch.sampled, hidden
+
+    def plan_sampling(
         self,
         rows: DeviceRows,
-        forwarded: Forwarded,
         wanted: WantedRows,
         bitmask: Int32Array | None,
         masked_rows: Sequence[int],
-    ) -> tuple[Sequence[LogprobReport | StoredLogprobs], bool]:
-        """Launch the sampling after the layers, as a graph if one does all that is asked for.
-
-        Returns the log-probabilities and whether a graph ran.
-        """
-        slot, tail = self.outputs.next_slot, None
+        prompts: Sequence[PromptPart],
+    ) -> SamplingLaunch:
+        """Choose how a step is sampled, a graph if one does all that is asked for; write masks."""
+        slot, tail, num_masks = self.outputs.next_slot, None, None
         if rows.is_captured and self.logprobs.has(wanted):
             least = Tail(masks=bitmask is not None or wanted.edits, logprobs=bool(wanted))
             tail = self.graphs.fit_tail(rows.shape, least)
         if bitmask is not None or (tail is not None and tail.masks):
             places = np.array([rows.place(row) for row in masked_rows], dtype=np.int32)
-            self.masks.put(slot, bitmask, places)
-        if tail is None:
-            masks = None if bitmask is None else self.masks.first(len(bitmask))
-            return self.sample(*forwarded, wanted, masks), False
-        self.graphs.replay_tail(rows.shape, tail)
-        stored = [self.logprobs.send(slot, rows.shape.num_rows, wanted)] if wanted else []
-        return stored, True
+            num_masks = self.masks.write(slot, bitmask, places)
+        return SamplingLaunch(
+            shape=rows.shape,
+            slot=slot,
+            tail=tail,
+            num_masks=num_masks,
+            wanted=wanted,
+            prompts=prompts,
+        )
+
+    @torch.inference_mode()
+    def launch_sampling(self, launch: SamplingLaunch, forwarded: Forwarded) -> SampledReports:
+        """Launch the sampling after the layers; as ``Launches``."""
+        masks = None
+        if launch.num_masks is not None:
+            self.masks.put(launch.slot, launch.num_masks)
+            masks = self.masks.first(launch.num_masks)
+        reports: Sequence[LogprobReport | StoredLogprobs] = []
+        if launch.tail is None:
+            reports = self.sample(*forwarded, launch.wanted, masks)
+        else:
+            self.graphs.replay_tail(launch.shape, launch.tail)
+            if launch.wanted:
+                rows = launch.shape.num_rows
+                reports = [self.logprobs.send(launch.slot, rows, launch.wanted)]
+        return reports, [self.report_prompt(part, forwarded[1]) for part in launch.prompts]
 
     def sample(
         self,

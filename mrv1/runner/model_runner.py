@@ -26,14 +26,17 @@ from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.debug import check_block_ids
 from mrv1.runner.device_memory import release_cached_memory, within_memory
+from mrv1.runner.device_step import DeviceStep
+from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_listener import EachRank, KVListener, LayerCalls, tokens_of
+from mrv1.runner.launches import Launches, LayersLaunch
 from mrv1.runner.logprobs import LogprobReport, StoredLogprobs
 from mrv1.runner.preparation import StepPreparation
 from mrv1.runner.profile import kv_bytes
 from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.sleep import SleepMode
-from mrv1.runner.staging import Staged
+from mrv1.runner.staging import Sent
 from mrv1.runner.start import allocate_cache, build_parts
 from mrv1.runner.step import Int32Array, StepPlan
 from mrv1.sampler import LogitsProcessor, LogitsProcessors
@@ -63,7 +66,9 @@ class _Launched(NamedTuple):
     """The input of the sampling; None = the graph samples too."""
 
 
-def is_caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
+def is_caused_by(
+    error: BaseException | None, kind: type[BaseException] | tuple[type[BaseException], ...]
+) -> bool:
     """Whether the error, or one in its chain of causes, is of a kind."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__
@@ -77,6 +82,9 @@ class ModelRunner:
     returns before the GPU is done.
     """
 
+    LOST: tuple[type[BaseException], ...] = (torch.AcceleratorError,)
+    """Errors after which the runner can launch nothing."""
+
     def __init__(
         self,
         config: EngineConfig,
@@ -85,6 +93,7 @@ class ModelRunner:
         head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] = (),
         parallel: ParallelContext | None = None,
+        memory: HostMemory | None = None,
         allocates: bool = True,
         progress: bool = True,
     ) -> None:
@@ -97,6 +106,8 @@ class ModelRunner:
                 else the checkpoint's, else each head sees everything that its layer sees.
             logits_processors: custom processors, applied in this order in every step.
             parallel: this rank of several, which execute the same plans; None = a single rank.
+            memory: where the buffers are that the host writes for the device, which ranks may
+                share; None = in pinned memory of this process.
             allocates: False = ``allocate_kv_cache`` has to be called before the first step.
             progress: show progress bars of download, loading and capture.
 
@@ -109,6 +120,8 @@ class ModelRunner:
         self._closed = False
         self._unusable: str | None = None
         """Why nothing may run: closed, forked, or no cache yet; None = it may unless it sleeps."""
+        self._waiting: Callable[[str], AbstractContextManager[object]] | None = None
+        """``AsyncOutput``'s."""
         self._pending: _Launched | None = None
         """The step that ``forward`` has launched and ``sample`` has to complete."""
         self._kv_listener: KVListener | None = None
@@ -126,11 +139,13 @@ class ModelRunner:
                 head_policy=head_policy,
                 processors=LogitsProcessors(logits_processors),
                 parallel=self._parallel,
+                memory=memory,
                 clock=self._start_clock,
                 progress=progress,
             )
             self._step = step = parts.step
             self._preparation = StepPreparation(step)
+            self._launches: Launches = step
         self.config, self.head_policy = parts.config, parts.head_policy
         self.model, self.model_config = step.model, step.model.config
         self.spec, self.head_groups = step.spec, step.head_groups
@@ -258,11 +273,7 @@ class ModelRunner:
         if not self._closed and self._unusable != FORKED:
             self.state.free_all()
             with self._on_device(), suppress(torch.AcceleratorError):  # the GPU may have failed
-                self._step.give_up()
-
-    def drop(self, plan: StepPlan) -> None:
-        """Free the slots of a step that failed on another rank; its requests enter again."""
-        self.state.drop(plan)
+                self._launches.give_up()
 
     def _run(
         self,
@@ -281,61 +292,57 @@ class ModelRunner:
         try:
             with self._on_device():
                 if launched is None:
-                    rows, staged = self._prepare(plan, samples=samples)
+                    rows, sent = self._prepare(plan, samples=samples)
                 try:
-                    return finish(launched or self._launch(plan, rows, staged))
+                    return finish(launched or self._launch(plan, rows, sent))
                 except BaseException:  # an interrupt, too, may leave a step launched in part
                     self.state.drop(plan)
-                    self._step.give_up()
+                    self._launches.give_up()
                     raise
         except Exception as error:
             raise StepError(
                 str(error),
                 step_id=plan.step_id,
                 req_ids=plan.req_ids,
-                device_lost=is_caused_by(error, torch.AcceleratorError),  # no call works now
+                device_lost=is_caused_by(error, self.LOST),  # no call works now
             ) from error
 
     def _await_sample(self, launched: _Launched) -> None:
         self._pending = launched
 
-    def _prepare(self, plan: StepPlan, *, samples: bool) -> tuple[DeviceRows, Staged | None]:
+    def _prepare(self, plan: StepPlan, *, samples: bool) -> tuple[DeviceRows, Sent | None]:
         """Check the plan and write the step's upload; see ``StepPreparation.prepare``."""
         if plan.staged_features and not self.features.is_used:  # the first items that have some
             with self.between_steps():
                 self._sleep.allocate_features()
         return self._preparation.prepare(plan, samples=samples, is_heard=self.is_heard)
 
-    def _launch(self, plan: StepPlan, rows: DeviceRows, staged: Staged | None) -> _Launched:
+    def _launch(self, plan: StepPlan, rows: DeviceRows, sent: Sent | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
-        step = self._step
         self._outputs.start()
         on_kv_written = None
         if self._kv_listener is not None:
             tokens = tokens_of(plan, self.state.num_before(plan), self.block_tables)
             num_heads = self._parts.model_config.num_kv_heads
-            on_kv_written = LayerCalls(self._kv_listener, plan, tokens, step, num_heads)
-        if staged is None:
-            forwarded = step.graphs.replay(rows.shape)
+            on_kv_written = LayerCalls(self._kv_listener, plan, tokens, self._step, num_heads)
+        if sent is None:
+            forwarded = self._launches.replay(rows.shape)
             if on_kv_written is not None:
                 on_kv_written(*range(self.spec.num_layers))
             return _Launched(plan, rows, forwarded)
-        with torch.inference_mode():
-            forwarded = step.forward(
-                rows.shape,
-                staged,
-                query_lens=rows.placed(plan.num_scheduled_tokens),
-                seq_lens=rows.placed(self.state.num_computed_tokens_np[plan.slots]),
-                attn_mask_offsets=self._preparation.ranges.of_step(
-                    plan, self.state.num_before(plan), rows
-                )
-                if rows.is_masked
-                else None,
-                check=partial(check_block_ids, plan, rows, self.kv_cache)
-                if self.config.debug
-                else None,
-                on_kv_written=on_kv_written,
+        launch = LayersLaunch(
+            shape=rows.shape,
+            sent=sent,
+            query_lens=rows.placed(plan.num_scheduled_tokens),
+            seq_lens=rows.placed(self.state.num_computed_tokens_np[plan.slots]),
+            attn_mask_offsets=self._preparation.ranges.of_step(
+                plan, self.state.num_before(plan), rows
             )
+            if rows.is_masked
+            else None,
+        )
+        check = partial(check_block_ids, plan, rows, self.kv_cache) if self.config.debug else None
+        forwarded = self._launches.launch_layers(launch, check=check, on_kv_written=on_kv_written)
         return _Launched(plan, rows, forwarded)
 
     def _complete(
@@ -355,15 +362,15 @@ class ModelRunner:
         else:
             drafts = forwarded[0].staged.draft_token_ids
             num_columns = 1 if drafts is None else 1 + drafts.shape[1]
-            with torch.inference_mode():
-                logprobs, is_graph = step.sample_rows(
-                    rows, forwarded, asked.of_outputs(plan, rows), bitmask, masked_rows
-                )
-                self.num_graph_steps += is_graph
-                prompt_logprobs = [
-                    step.report_prompt(part, forwarded[1])
-                    for part in asked.of_prompts(plan, rows, self.state.num_before(plan))
-                ]
+            launch = step.plan_sampling(
+                rows,
+                asked.of_outputs(plan, rows),
+                bitmask,
+                masked_rows,
+                asked.of_prompts(plan, rows, self.state.num_before(plan)),
+            )
+            logprobs, prompt_logprobs = self._launches.launch_sampling(launch, forwarded)
+            self.num_graph_steps += launch.tail is not None
         output = AsyncOutput(
             plan,
             *self._outputs.end(rows.shape.num_rows, num_columns),
@@ -378,10 +385,10 @@ class ModelRunner:
         step.raise_late_error()
         return output
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a context in which the host waits for the device, which runs ``what``."""
-        del what
-        return _NOTHING_TO_DO
+    @property
+    def device_step(self) -> DeviceStep:
+        """The launches of a step, for a rank that has no plans."""
+        return self._step
 
     # --- what a step is given -------------------------------------------------------------
     @property
@@ -563,7 +570,7 @@ class ModelRunner:
             self._synchronize()
         for name in (
             "model", "attention", "kv_cache", "state", "block_tables", "sampler", "features",
-            "_parts", "_step", "_preparation", "_outputs", "_sleep",
+            "_parts", "_step", "_launches", "_preparation", "_outputs", "_sleep",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         gc.collect()

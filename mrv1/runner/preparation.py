@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
 from mrv1.runner.logprobs import LogprobRequests
 from mrv1.runner.rows import DeviceRows, StepShape
-from mrv1.runner.staging import Staged, StepUpload
+from mrv1.runner.staging import Sent, StepUpload
 from mrv1.runner.step import SlotRequest, StepPlan
 from mrv1.runner.visible_ranges import VisibleRanges
 
@@ -35,7 +35,7 @@ class StepPreparation:
 
     def prepare(
         self, plan: StepPlan, *, samples: bool, is_heard: bool
-    ) -> tuple[DeviceRows, Staged | None]:
+    ) -> tuple[DeviceRows, Sent | None]:
         """Check the plan and write the step's upload; ValueError: it contradicts the slots.
 
         ``samples``: sampling may follow at once; ``is_heard``: a listener follows the layers, so
@@ -95,7 +95,7 @@ class StepPreparation:
 
     def _send(
         self, plan: StepPlan, upload: StepUpload, samples: bool, is_heard: bool
-    ) -> tuple[DeviceRows, Staged | None]:
+    ) -> tuple[DeviceRows, Sent | None]:
         """Send the upload of a step; arguments and result as in ``prepare``."""
         step, staging = self._step, self._step.staging
         slot, continues = step.outputs.acquire(), plan.continues is not None
@@ -111,7 +111,7 @@ class StepPreparation:
         if step.features.has_items:
             num_before = step.state.num_before(plan)
             num_sources = step.features.put_sources(plan, num_before, rows, upload)
-        words = staging.send(
+        sent = staging.send(
             slot,
             upload,
             rows.idx_mapping,
@@ -121,9 +121,7 @@ class StepPreparation:
             num_sources=num_sources,
         )
         self._sent[slot] = rows if continues and not plan.new_block_ids else None
-        if rows.is_captured:
-            return rows, None
-        return rows, staging.staged(words, upload, rows.shape.num_rows, rows.draft_token_ids)
+        return rows, None if rows.is_captured else sent
 
     def _rows(
         self, plan: StepPlan, upload: StepUpload, samples: bool, is_heard: bool

@@ -209,8 +209,8 @@ def _launch_padding(
     """Launch a step of padding, and all that may follow its layers, on a few rows."""
     num_rows, upload = shape.num_rows, StepUpload()
     padding = np.full(num_rows, -1, dtype=np.int32)
-    words = step.staging.send(0, upload, padding, query_lens, drafts=drafts)
-    staged = step.staging.staged(words, upload, num_rows, drafts)
+    sent = step.staging.send(0, upload, padding, query_lens, drafts=drafts)
+    staged = step.staging.staged(sent, num_rows)
     ranges = None
     if is_masked:
         ranges = torch.zeros(shape.num_tokens, 2, dtype=torch.int32, device=step.device)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.step import Int32Array
 
 NUM_WORDS, NUM_SEGMENTS, RING_SLOT, NUM_SOURCES, HEADER_WORDS = 0, 1, 2, 3, 8
@@ -48,6 +49,19 @@ class Staged:
     """[rows, max_drafts]; None = no row has any."""
     num_draft_tokens: torch.Tensor | None
     """[rows]; None = no row has any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What launches have to know of an upload that was sent."""
+
+    num_words: int
+    num_segments: int
+    num_drafts: tuple[int, int]
+    """Rows with drafts, and the drafts that each has place for, at the end; (0, 0) = no row has
+    any, or a graph finds them."""
+    long_words: torch.Tensor | None
+    """[num_words] on the host, if they are too many for ``fetch_upload``."""
 
 
 class StepUpload:
@@ -129,6 +143,7 @@ class Staging:
             their kernels would take the host.
         max_sources: most tokens of a step that have a source of features.
         captured_drafts: most rows of a graph with drafts, and its drafts of a row.
+        memory: where the buffers are; None = pinned memory of this process.
     """
 
     def __init__(
@@ -141,6 +156,7 @@ class Staging:
         request_words: int = 0,
         max_sources: int = 0,
         captured_drafts: tuple[int, int] = (0, 0),
+        memory: HostMemory | None = None,
     ) -> None:
         def padded(words: int) -> int:
             return -(-words // 4) * 4
@@ -158,20 +174,18 @@ class Staging:
         words = self._num_data_words + 3 + max_sources
         self.fetched = torch.zeros(words, dtype=torch.int32, device=device)
         """[words]: the upload of the step that runs."""
-        self.uploads, self._uploads = self._pinned(num_slots, words)
-        """[slots, words] in pinned memory."""
-        self._long_uploads: list[tuple[torch.Tensor, Int32Array] | None] = [None] * num_slots
+        self.uploads = (memory or PinnedMemory(device)).zeros(num_slots, words)
+        """[slots, words] in memory of the host."""
+        self._uploads = np.asarray(self.uploads)
+        self._long_uploads: list[torch.Tensor | None] = [None] * num_slots
         self.clear()
-
-    def _pinned(self, *shape: int) -> tuple[torch.Tensor, Int32Array]:
-        buffer = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        return buffer, buffer.numpy()
 
     def clear(self) -> None:
         """Make each upload one of padding, for steps of a graph's capture; none may be in use."""
-        self._uploads.fill(0)
-        self._uploads[:, NUM_WORDS] = self._segments_start
-        self._uploads[:, self._rows_start : self._query_start] = -1
+        padding = np.zeros(self._uploads.shape[1], dtype=np.int32)
+        padding[NUM_WORDS] = self._segments_start
+        padding[self._rows_start : self._query_start] = -1
+        self._uploads[:] = padding  # other ranks that share the memory may have done it already
 
     def fits(self, upload: StepUpload) -> bool:
         """Whether an upload, with any sources of features yet to come, fits the graphs' buffer."""
@@ -214,8 +228,8 @@ class Staging:
         drafts: Sequence[Sequence[int]] = (),
         is_captured: bool = False,
         num_sources: int = 0,
-    ) -> torch.Tensor | None:
-        """Write an upload to ``slot`` of the ring for ``fetch_upload``; copy it if it is too long.
+    ) -> Sent:
+        """Write an upload to ``slot`` of the ring for ``fetch_upload``; aside if it is too long.
 
         Args:
             slot: the step's slot in this ring and in the ring of outputs.
@@ -226,16 +240,18 @@ class Staging:
             is_captured: whether a graph runs the step, and finds the drafts in ``static_view``.
             num_sources: how many of the first tokens have a source of features.
 
-        Returns None, or a long upload's words on the device, copied on the current stream.
+        Returns what ``staged`` needs.
         """
         end = self._segments_start + upload.num_words
-        draft_words = None
+        draft_words, num_drafts = None, (0, 0)
         if any(drafts) and not is_captured:
             draft_words = np.concatenate(_draft_words(drafts, self._max_drafts))
+            num_drafts = len(drafts), len(draft_words) // len(drafts) - 1
         num_words = end if draft_words is None else end + len(draft_words)
-        pinned, words = None, self._uploads[slot]
+        long_words, words = None, self._uploads[slot]
         if num_words > len(words):
-            pinned, words = self._long_upload(slot, num_words)
+            long_words = self._long_upload(slot, num_words)
+            words = np.asarray(long_words)
         words[NUM_WORDS] = num_words
         words[NUM_SEGMENTS] = upload.num_segments
         words[RING_SLOT] = slot
@@ -251,31 +267,30 @@ class Staging:
         upload.write_to(words, self._segments_start)
         if draft_words is not None:
             words[end:num_words] = draft_words
-        if pinned is None:
-            return None
-        return pinned[:num_words].to(self._device, non_blocking=True, copy=True)
+        return Sent(
+            num_words=num_words,
+            num_segments=upload.num_segments,
+            num_drafts=num_drafts,
+            long_words=long_words,
+        )
 
-    def _long_upload(self, slot: int, num_words: int) -> tuple[torch.Tensor, Int32Array]:
-        """Return the slot's pinned buffer for long uploads, grown as needed, and a numpy view."""
+    def _long_upload(self, slot: int, num_words: int) -> torch.Tensor:
+        """Return the slot's pinned buffer for long uploads, grown as needed."""
         buffer = self._long_uploads[slot]
-        if buffer is None or len(buffer[1]) < num_words:
-            buffer = self._long_uploads[slot] = self._pinned(2 * num_words)
-        return buffer
+        if buffer is None or len(buffer) < num_words:
+            buffer = PinnedMemory(self._device).zeros(2 * num_words)
+            self._long_uploads[slot] = buffer
+        return buffer[:num_words]
 
-    def staged(
-        self,
-        words: torch.Tensor | None,
-        upload: StepUpload,
-        num_rows: int,
-        drafts: Sequence[Sequence[int]] = (),
-    ) -> Staged:
-        """Return the parts of an upload on the device; ``words`` as ``send`` returned them."""
-        words = self.fetched if words is None else words
-        staged = self._view(words, num_rows, upload.num_segments)
-        if not any(drafts):
+    def staged(self, sent: Sent, num_rows: int) -> Staged:
+        """Return the parts of an upload on the device; a long one is copied there."""
+        words = self.fetched
+        if sent.long_words is not None:
+            words = sent.long_words.to(self._device, non_blocking=True, copy=True)
+        staged = self._view(words, num_rows, sent.num_segments)
+        if sent.num_drafts == (0, 0):
             return staged
-        most = max(self._max_drafts, *map(len, drafts))
-        start = self._segments_start + upload.num_words
-        counts = words[start : start + len(drafts)]
-        token_ids = words[start + len(drafts) : start + len(drafts) * (most + 1)]
+        rows, most = sent.num_drafts
+        start = sent.num_words - rows * (most + 1)
+        counts, token_ids = words[start : sent.num_words].split([rows, rows * most])
         return replace(staged, num_draft_tokens=counts, draft_token_ids=token_ids.view(-1, most))

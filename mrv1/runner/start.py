@@ -20,6 +20,7 @@ from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
+from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.profile import blocks_of_groups, warm_up
 from mrv1.runner.report import StartClock
@@ -53,6 +54,7 @@ def build_parts(
     head_policy: HeadPolicy | None,
     processors: LogitsProcessors,
     parallel: ParallelContext,
+    memory: HostMemory | None,
     clock: StartClock,
     progress: bool,
 ) -> RunnerParts:
@@ -136,6 +138,7 @@ def build_parts(
             max_model_len,
             head_scales=head_scales,
             processors=processors,
+            memory=memory,
         )
     return RunnerParts(
         config=config,

@@ -7,15 +7,16 @@ import numpy.typing as npt
 import torch
 
 from mrv1.multimodal import Ranges, causal_ranges
+from mrv1.runner.host_memory import PinnedMemory
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.step import Int32Array, StepPlan
 
 
 class VisibleRanges:
-    """The ranges, on ``device``, of requests that have some, until their tokens are computed."""
+    """The ranges of requests that have some, until their tokens are computed on ``device``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._memory = PinnedMemory(device)
         self._ranges: dict[int, Ranges] = {}
         """Slot -> ranges of its request's prompt tokens."""
 
@@ -56,9 +57,8 @@ class VisibleRanges:
         return masked if masked.any() else None
 
     def of_step(self, plan: StepPlan, num_before: Int32Array, rows: DeviceRows) -> torch.Tensor:
-        """Return a step's ranges ``[num_tokens, 2]`` int32 on the device, without padding."""
-        on_gpu = self._device.type == "cuda"
-        pinned = torch.empty(rows.shape.num_tokens, 2, dtype=torch.int32, pin_memory=on_gpu)
+        """Return a step's ranges ``[num_tokens, 2]`` int32 on the host, without padding."""
+        pinned = self._memory.zeros(rows.shape.num_tokens, 2)
         ranges = np.asarray(pinned)
         for row, (slot, first) in enumerate(zip(plan.slots, rows.first_tokens, strict=True)):
             start, count = int(num_before[row]), int(plan.num_scheduled_tokens[row])
@@ -68,4 +68,4 @@ class VisibleRanges:
             if given is not None:
                 prompt = given[start : start + count]
                 own[: len(prompt)] = prompt
-        return pinned.to(self._device, non_blocking=True)
+        return pinned

@@ -20,14 +20,14 @@ def send(
     staging: Staging, slot: int, upload: StepUpload, idx_mapping: list[int], query_lens: list[int]
 ) -> Staged:
     """Send an upload and fetch it, as a step does first."""
-    words = staging.send(
+    sent = staging.send(
         slot, upload, np.array(idx_mapping, np.int32), np.array(query_lens, np.int32)
     )
     device = staging.fetched.device
-    if words is None:
+    if sent.long_words is None:
         ring_slot = torch.tensor([slot], dtype=torch.int32, device=device)
         select_ops(kernel_path(device)).fetch_upload(staging.uploads, ring_slot, staging.fetched)
-    return staging.staged(words, upload, len(idx_mapping))
+    return staging.staged(sent, len(idx_mapping))
 
 
 @pytest.mark.gpu
@@ -66,7 +66,8 @@ def test_a_graph_finds_the_drafts_of_each_row_at_one_place(device):
         upload = StepUpload()
         upload.put(0, [7] * (1 + slot))
         rows = np.full(4, -1, np.int32)
-        assert staging.send(slot, upload, rows, None, drafts=drafts, is_captured=True) is None
+        sent = staging.send(slot, upload, rows, None, drafts=drafts, is_captured=True)
+        assert sent.long_words is None
         ring_slot = torch.tensor([slot], dtype=torch.int32, device=device)
         ops.fetch_upload(staging.uploads, ring_slot, staging.fetched)
         counts, token_ids = view.num_draft_tokens.tolist(), view.draft_token_ids.tolist()
@@ -93,10 +94,10 @@ def test_an_upload_says_how_many_tokens_have_a_source():
     long.write(0, np.arange(2 * FETCHED_WORDS, dtype=np.int32))
     rows, lengths = np.array([0], np.int32), np.array([5], np.int32)
     for upload, num_sources in ((StepUpload(), 3), (StepUpload(), 0), (long, 4), (long, 0)):
-        words = staging.send(0, upload, rows, lengths, num_sources=num_sources)
-        if words is None:
+        sent = staging.send(0, upload, rows, lengths, num_sources=num_sources)
+        if sent.long_words is None:
             staging.fetched[:] = staging.uploads[0]
-        assert staging.staged(words, upload, 1).num_sources.tolist() == [num_sources]
+        assert staging.staged(sent, 1).num_sources.tolist() == [num_sources]
 
 
 def test_an_upload_that_fits_has_room_for_sources_too():
@@ -108,7 +109,7 @@ def test_an_upload_that_fits_has_room_for_sources_too():
     assert staging.fits(full)
     full.write(0, np.arange(9, dtype=np.int32))
     rows, lengths = np.array([0], np.int32), np.array([5], np.int32)
-    assert staging.send(0, full, rows, lengths, num_sources=9) is None
+    assert staging.send(0, full, rows, lengths, num_sources=9).long_words is None
     assert len(staging.static_view(1).segments) == full.num_segments
 
 

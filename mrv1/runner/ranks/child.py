@@ -17,12 +17,19 @@ import torch
 from mrv1.config import EngineConfig
 from mrv1.device import rank_devices
 from mrv1.headwise import HeadPolicy
+from mrv1.runner.follower import Follower
 from mrv1.runner.model_runner import ModelRunner
-from mrv1.runner.ranks.control import RankControl
+from mrv1.runner.ranks.control import Answer, Asked, RankControl
 from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
+from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
+from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
 from mrv1.runner.ranks.shared_memory import SharedMemory
+
+SPIN_SECONDS = 0.02
+"""How long a rank on a GPU looks for the next message before it sleeps: longer than most steps.
+A rank on a CPU sleeps at once, as another may need its core."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +42,8 @@ class RankStart:
     head_policy: HeadPolicy | None
     port: int
     """Rank 0's store."""
+    memory: int
+    """File descriptor of the host memory that all ranks share."""
     num_threads: int
     timeout: float
     """Seconds; see ``processes.TIMEOUT_SECONDS``."""
@@ -82,20 +91,44 @@ def serve(connection: Connection, start: RankStart) -> None:
         meet=lambda: connection.send(None),
         timeout=start.timeout,
     )
+    memory = SharedHostMemory(start.memory, device)
+    mailbox = Mailbox(memory.zeros(mailbox_words(size)))
     runner = ModelRunner(
         replace(start.config, device=str(device)),
         head_policy=start.head_policy,
         parallel=links.context,
+        memory=memory,
         allocates=False,
         progress=False,
     )
     links.connect()
     runner.allocate_kv_cache(progress=False)
     connection.send(None)
-    control = RankControl(runner)
+    control, follower = RankControl(runner), Follower(runner.device_step)
+    spin_seconds = 0.0 if device.type == "cpu" else SPIN_SECONDS
+
+    def sleep_up_to(seconds: float) -> None:
+        if connection.poll(seconds) and not mailbox.has_news():
+            connection.recv()  # no message comes without a word: EOFError
+
     while True:
+        code = mailbox.wait(start.rank, spin_seconds, sleep_up_to, follower.check)
+        if code != BY_CONNECTION:
+            follower.replay(code)
+            continue
         message = connection.recv()
         if message is None:
             control.attach(SharedMemory(recv_handle(connection)))
-        elif (answer := control.answer(message)) is not None:
+        elif (answer := make_call(control, follower, message)) is not None:
             connection.send(answer)
+
+
+def make_call(
+    control: RankControl, follower: Follower, message: Asked | tuple[str, tuple[object, ...]]
+) -> Answer | None:
+    """Make a call of rank 0, between steps or of a step; return its answer, if it has one."""
+    if isinstance(message, Asked):
+        return control.answer(message)
+    name, args = message
+    getattr(follower, name)(*args)
+    return None

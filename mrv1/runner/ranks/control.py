@@ -279,7 +279,7 @@ class Controls:
         """Have every rank make a call; return the results, or raise the first rank's refusal."""
         with self._ending(name):
             self._ranks.ask(Asked(name, args))
-            own = self._own.answer(Asked(name, args))
+            own = self._own.answer(Asked(name, args)) or Answer()
             answers = [own, *self._ranks.answers()]
         return [answer.result(rank) for rank, answer in enumerate(answers)]
 

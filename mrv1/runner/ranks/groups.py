@@ -11,7 +11,7 @@ import torch
 
 from mrv1.environment import exported
 from mrv1.forks import keep_for_ever
-from mrv1.runner.ranks.failure import PeerError
+from mrv1.kernels._base.peers import PeerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 """Where the ranks listen: they are processes of one host."""
+
+ABORT_SECONDS = 5.0
+"""Longest wait for NCCL's own end."""
 
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """Variables of NCCL and torch that keep them from multicast over NVLink, set while ranks connect
@@ -161,7 +164,7 @@ class Nccl:
         group._register_backend(self._device, ProcessGroup.BackendType.NCCL, nccl)
         name = f"mrv1-{store.port}"
         group._set_group_name(name)  # type: ignore[arg-type]  # of newer stubs
-        _register_process_group(name, group)
+        _register_process_group(name, group)  # type: ignore[arg-type]
         symmetric = PrefixStore("symmetric_memory", store)
         _SymmetricMemory.set_group_info(name, self._rank, self._size, symmetric)
         self._group = group
@@ -181,7 +184,7 @@ class Nccl:
             _unregister_process_group(self._group.group_name)
         self.abort()  # an orderly end would wait for the other ranks
         if self._aborting is not None:
-            self._aborting.join(self._timeout.total_seconds())
+            self._aborting.join(ABORT_SECONDS)
         self._nccl = self._group = None
 
     def leave(self) -> None:
@@ -191,7 +194,7 @@ class Nccl:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, which replaces ``tensor``."""
-        from torch.distributed import AllreduceOptions  # type: ignore[attr-defined]
+        from torch._C._distributed_c10d import AllreduceOptions
 
         options = AllreduceOptions()
         options.asyncOp = False  # on the current stream
@@ -203,7 +206,7 @@ class Nccl:
 
         A tensor of the host, of start-up, goes over the device and back.
         """
-        from torch.distributed import AllgatherOptions
+        from torch._C._distributed_c10d import AllgatherOptions
 
         own = tensor.to(self._device).contiguous()
         parts = torch.empty(self._size, *own.shape, dtype=own.dtype, device=self._device)

@@ -1,76 +1,45 @@
 """Rank 0's runner of a model that is spread over several processes of one host.
 
-Rank 0, the process of the engine, sends the calls of its runner to the others. All compute the
-same logits from the parts that they gather, and draw the same tokens. A rank that fails, dies or
-does not answer ends them all: the others are at another point of the step.
+Rank 0, the process of the engine, tells the others what it launches; all compute the same logits
+and draw the same tokens. A rank that fails, dies or does not answer ends them all: the others are
+at another point of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from typing import TypeVar
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
 from mrv1.config import EngineConfig, checkpoint_dir
 from mrv1.device import rank_devices
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
+from mrv1.kernels._base.peers import PeerError
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
 from mrv1.runner.ranks.control import Controls
-from mrv1.runner.ranks.failure import PeerError
 from mrv1.runner.ranks.groups import Gloo
+from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
-from mrv1.runner.step import SlotRequest, StepPlan
-from mrv1.sampler import LogitsProcessor, SamplingParams
-
-PARAMS = fields(SamplingParams)
-
-Result = TypeVar("Result")
-
-
-def _sendable(plan: StepPlan) -> StepPlan:
-    """Return a plan for other ranks: masks and features come by themselves."""
-    if (
-        all(
-            type(each.sampling_params) is SamplingParams
-            and each.sampling_params.structured_output is None
-            and not each.multimodal
-            for each in plan.entering
-        )
-        and not plan.staged_features
-    ):
-        return plan
-
-    def stripped(request: SlotRequest) -> SlotRequest:
-        values = {each.name: getattr(request.sampling_params, each.name) for each in PARAMS}
-        params = SamplingParams(**values | {"structured_output": None})
-        items = tuple(item.without_features() for item in request.multimodal)
-        return replace(request, sampling_params=params, multimodal=items)
-
-    return replace(
-        plan,
-        new=tuple(map(stripped, plan.new)),
-        resumed=tuple(map(stripped, plan.resumed)),
-        staged_features=tuple(
-            replace(staged, item=staged.item.without_features()) for staged in plan.staged_features
-        ),
-    )
+from mrv1.runner.step import StepPlan
+from mrv1.sampler import LogitsProcessor
 
 
 class ParallelRunner(ModelRunner):
     """Rank 0 of a runner that is spread over ``config.tensor_parallel_size`` processes.
 
-    Once a call has failed on any rank, or was interrupted, no rank runs
-    any more, and every step fails with the first rank's error.
+    Once a call has failed on any rank, or was interrupted, no rank runs any more, and every step
+    fails with the first rank's error.
     """
+
+    LOST = (*ModelRunner.LOST, PeerError)
 
     def __init__(
         self,
@@ -110,37 +79,33 @@ class ParallelRunner(ModelRunner):
                 config,
                 head_policy=head_policy,
                 parallel=self._ranks.context,
+                memory=self._ranks.memory,
                 allocates=False,
                 progress=progress,
             )
             self._ranks.connect()
+            self._launches = Leader(self.device_step, self._ranks, self._end)
+            self._waiting = self._wait_for_ranks
             self._start_clock.lap("ranks")
             with self._ranks.waiting("the start", START_SECONDS):
                 self.allocate_kv_cache(progress=progress)
             self._ranks.await_ready()
         except PeerError as error:
-            raise RuntimeError(f"tensor_parallel_size: {self._ranks.end(error)}") from error
+            self._end(error)
+            raise RuntimeError(f"tensor_parallel_size: {self._ranks.failure}") from error
         except BaseException as error:
-            self._ranks.end(error)
+            self._end(error)
             raise
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step on every rank; see ``ModelRunner.execute``."""
         self._stage_features(plan)
-        return self._on_all_ranks(plan, super().execute, plan)
+        return super().execute(plan)
 
     def forward(self, plan: StepPlan) -> None:
         """Launch one step up to the last layer on every rank; see ``ModelRunner.forward``."""
         self._stage_features(plan)
-        self._on_all_ranks(plan, super().forward, plan)
-
-    def sample(
-        self, bitmask: npt.NDArray[np.int32] | None = None, rows: Sequence[int] = ()
-    ) -> AsyncOutput:
-        """Launch the sampling of the step of ``forward``; see ``ModelRunner.sample``."""
-        if self._pending is None:
-            return super().sample(bitmask, rows)
-        return self._on_all_ranks(self._pending.plan, super().sample, bitmask, rows)
+        super().forward(plan)
 
     def _stage_features(self, plan: StepPlan) -> None:
         """Let every rank have the features that a plan stages, or raise a StepError."""
@@ -155,50 +120,25 @@ class ParallelRunner(ModelRunner):
             if self._ranks.failure is None:  # else the step fails with it
                 raise
 
-    def _on_all_ranks(self, plan: StepPlan, call: Callable[..., Result], *args: object) -> Result:
-        """Have every rank make a call of the step ``plan``, and return this rank's result."""
-        cause: BaseException = PeerError("a rank has failed before")
-        if self._ranks.failure is None:
-            self.check_usable()
-            try:
-                sent = (_sendable(plan),) if len(args) == 1 else args
-                self._ranks.send(call.__name__, *sent)
-                result, failure = self._controls.joined(call, *args)
-                if failure is None:
-                    return result
-                self._ranks.send("drop", replace(plan, new=(), resumed=(), staged_features=()))
-                self.drop(plan)
-            except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
-                cause = error
-            else:
-                raise StepError(failure, step_id=plan.step_id, req_ids=plan.req_ids)
-        self._end(cause)
-        if not isinstance(cause, Exception):
-            raise cause
-        raise StepError(
-            f"tensor_parallel_size: {self._ranks.failure}",
-            step_id=plan.step_id,
-            req_ids=plan.req_ids,
-            device_lost=True,
-        ) from cause
-
     def _end(self, error: BaseException) -> None:
-        """End all ranks after a call that failed on one."""
+        """End all ranks after a call that failed on one; this one can launch nothing any more."""
         self._unusable = f"tensor_parallel_size: {self._ranks.end(error)}; make a new engine"
+        if "_step" in self.__dict__ and self.device.type == "cuda":
+            with suppress(torch.AcceleratorError):
+                stream, deadline = torch.cuda.current_stream(self.device), time.monotonic() + 5.0
+                while not stream.query() and time.monotonic() < deadline:
+                    time.sleep(0.001)  # its kernels give up
+                self._step.graphs.clear()  # NCCL ends once no graph is left
+        self._ranks.close()
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
-        return self._ranks.waiting(what)
-
-    def discard(self) -> None:
-        """Give up a step on every rank; see ``ModelRunner.discard``."""
-        if self._ranks.failure is None and not self._closed:
-            try:
-                self._ranks.send("discard")
-            except BaseException as error:
-                self._end(error)
-                if not isinstance(error, Exception):
-                    raise
-        super().discard()
+    @contextmanager
+    def _wait_for_ranks(self, what: str) -> Iterator[None]:
+        try:
+            with self._ranks.waiting(what):
+                yield
+        except PeerError as error:
+            self._end(error)
+            raise
 
     def after_fork(self) -> None:
         """Refuse to run in this process, a forked child, which has no ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -25,13 +26,16 @@ from mrv1.environment import child_environment
 from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
 from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
+from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
 from mrv1.runner.model_runner import is_caused_by
 from mrv1.runner.ranks.child import RankStart
 from mrv1.runner.ranks.control import Answer, Asked
-from mrv1.runner.ranks.failure import PeerError, RankFailure
+from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
+from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
+from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
 from mrv1.runner.ranks.watch import Watch
 
 TIMEOUT_SECONDS = 60.0
@@ -69,7 +73,7 @@ class Member:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mrv1.runner.ranks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), start.memory),
                 start_new_session=True,  # the terminal's Ctrl-C is for rank 0 alone
                 env=child_environment(PYTHONPATH=_python_path()),
             )
@@ -170,6 +174,9 @@ class Ranks:
         self.links = Links(
             0, devices, open_store(0, size), meet=self.await_ready, timeout=TIMEOUT_SECONDS
         )
+        self.memory = SharedHostMemory(os.memfd_create("mrv1-ranks"), devices[0])
+        """Where this rank writes uploads for the kernels of all."""
+        self._mailbox = Mailbox(self.memory.zeros(mailbox_words(size)))
         self.failure: str | None = None
         """Why no rank runs any more; None = all run."""
         self._lock = threading.Lock()
@@ -184,6 +191,7 @@ class Ranks:
                 config=config,
                 head_policy=head_policy,
                 port=self.links.store.port,
+                memory=self.memory.file_descriptor,
                 num_threads=num_threads,
                 timeout=TIMEOUT_SECONDS,
             )
@@ -209,14 +217,25 @@ class Ranks:
             member.await_ready(deadline)
 
     def send(self, name: str, *args: object) -> None:
-        """Have every rank's runner call ``name``; OSError if a rank has ended or does not read."""
+        """Have every other rank's follower call ``name``; OSError: one has ended or reads not."""
+        self._say((name, args))
+
+    def _say(self, message: object) -> None:
+        pickled = pickle.dumps(message)
+        self._mailbox.post(BY_CONNECTION)
         for member in self._members:
-            member.connection.send((name, args))
+            member.connection.send_bytes(pickled)
+
+    def replay(self, number: int) -> None:
+        """Have every other rank launch the graph of a number; OSError as ``send``."""
+        if self._mailbox.any_sleeps:  # it waits for its connection
+            self.send("replay", number)
+        else:
+            self._mailbox.post(number)
 
     def ask(self, asked: Asked) -> None:
         """Have every rank make a call and answer it; OSError as ``send``."""
-        for member in self._members:
-            member.connection.send(asked)
+        self._say(asked)
 
     def answers(self) -> list[Answer]:
         """Wait for the answers in the order of the ranks; PeerError: a rank has failed."""
@@ -225,8 +244,8 @@ class Ranks:
 
     def share(self, fd: int) -> None:
         """Let every rank attach the memory of a file descriptor; OSError as ``send``."""
+        self._say(None)
         for member in self._members:
-            member.connection.send(None)
             send_handle(member.connection, fd, member.process.pid)
 
     @contextmanager
@@ -289,6 +308,7 @@ class Ranks:
             return
         for member in self._members:
             member.leave()
+        self.memory.leave()
         keep_for_ever(self.links.store)
         self.links.group.leave()
 
@@ -303,6 +323,7 @@ class Ranks:
         """Stop, and close the links, once no CUDA graph of this rank is left."""
         self.stop()
         self.links.close()
+        self.memory.close()
 
 
 def limit_sends(connection: Connection) -> None:

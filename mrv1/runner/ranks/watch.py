@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
-from mrv1.runner.ranks.failure import PeerError
+from mrv1.kernels._base.peers import PeerError
 
 TICK_SECONDS = 0.1
 """How often the thread looks."""
