@@ -32,6 +32,7 @@ import torch
 from mrv1 import kernels
 from mrv1.device import device_info
 from mrv1.kernels import (
+    AllReduceBuffers,
     DecodePlan,
     HeadRole,
     KVScales,
@@ -40,13 +41,14 @@ from mrv1.kernels import (
     Rope,
     reference,
 )
+from mrv1.kernels._base.peers import PeerBuffer
 from mrv1.kernels.attention.decode import plan as decode_plan
 from mrv1.kernels.attention.decode.plan import Item
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.kernels.cache.formats import FP8
 from mrv1.kernels.cache.kv_scales import format_of
-from mrv1.kernels.layers.contracts import FeatureRows
+from mrv1.kernels.layers.contracts import RING_ROWS, RING_SLOTS, FeatureRows
 from mrv1.kernels.sampling.contracts import MAX_PARTS, BadWords, History, LogitEdits
 from mrv1.kernels.step.contracts import AppendedTokens, GatheredTokens, RequestSlots, SlotTables
 from mrv1.provenance import provenance
@@ -284,6 +286,28 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
             yield normed
 
 
+def _all_reduce_norm(ops: ModuleType, device: torch.device) -> Outputs:
+    """One of two ranks; the words of the other have arrived before, so that it need not wait."""
+    num_tokens, hidden = RING_ROWS + 3, 200
+    own, theirs = (_normal(num_tokens, hidden, device=device) * scale for scale in (1, 2))
+    weight = _normal(hidden, device=device)
+    for algorithm in ("one_shot", "two_shot"):
+        shape = (RING_SLOTS, 2, RING_ROWS, hidden)
+        parts = [torch.zeros(shape, dtype=torch.int16, device=device) for _ in range(2)]
+        for slot, rows in enumerate(theirs.split(RING_ROWS)):
+            parts[0][slot, 1, : len(rows)] = rows.view(torch.int16).bitwise_not()
+        turn, abort = (torch.zeros(n, dtype=torch.int32, device=device) for n in (RING_ROWS, 1))
+        buffers = AllReduceBuffers(PeerBuffer(0, tuple(parts)), turn, abort)
+        residual, normed = _normal(num_tokens, hidden, device=device), torch.empty_like(own)
+        ops.all_reduce_norm(
+            own, buffers, residual=residual, out=residual, norm_weight=weight, normed_out=normed,
+            prefetch=weight, algorithm=algorithm,
+        )  # fmt: skip
+        # In two shots the other rank sends the results of every second tile, of four rows here.
+        mine = slice(4) if algorithm == "two_shot" else slice(None)
+        yield from (residual[mine], normed[mine])
+
+
 def _features(device: torch.device) -> FeatureRows:
     """Return rows for two of three tokens, each with the embedding and 200 further columns."""
     return FeatureRows(
@@ -396,11 +420,11 @@ def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _add_features, _apply_bad_words, _apply_rope, _apply_token_bitmask, _copy_pages,
-        _edit_logits, _embed_tokens, _fetch_upload, _gather_tokens, _kv_cache_write, _linear,
-        _merge_states, _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
-        _post_update, _qkv_cache_write, _rms_norm, _sample_tokens, _scatter_segments,
-        _silu_and_mul, _top_logprobs,
+        _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope,
+        _apply_token_bitmask, _copy_pages, _edit_logits, _embed_tokens, _fetch_upload,
+        _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
+        _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
+        _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul, _top_logprobs,
     )
 }  # fmt: skip
 

@@ -87,6 +87,7 @@ def run_calls(op, parallel, calls, hidden, dtype, wire, seed):
             norm_weight=normal((hidden,), dtype, "cpu", seed + 1) if call.norm else None,
             eps=EPS,
             normed_out=normed if call.norm else None,
+            prefetch=partial if call.gap == 0 else None,
             algorithm=call.algorithm,
         )
         assert got is out

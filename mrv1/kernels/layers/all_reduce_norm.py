@@ -164,8 +164,8 @@ def _all_reduce_norm_kernel(
     program = tl.program_id(0)
     if prefetch_ptr is not None:
         prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
-        if program >= num_programs:
-            return
+    if program >= num_programs:
+        return
     own_ptr = received_ptrs[RANK]
     WORD: tl.constexpr = own_ptr.dtype.element_ty
     PARTIAL: tl.constexpr = partial_ptr.dtype.element_ty
