@@ -21,6 +21,7 @@ from mrv1.runner.follower import Follower
 from mrv1.runner.ranks.child import make_call
 from mrv1.runner.ranks.control import Answer, Asked, RankControl
 from mrv1.runner.ranks.shared_memory import SharedMemory
+from mrv1.sampler import LogitsProcessors
 
 Result = TypeVar("Result")
 
@@ -122,6 +123,8 @@ class ThreadRanks:
         config: EngineConfig,
         head_policy: HeadPolicy | None,
         devices: Sequence[torch.device],
+        *,
+        has_processors: bool,
     ) -> None:
         size = len(devices)
         self.failure: str | None = None
@@ -135,23 +138,28 @@ class ThreadRanks:
         self.runners: dict[int, ModelRunner] = {}
         """The other ranks' runners, by rank."""
         self._threads = [
-            threading.Thread(target=partial(self._serve, rank, config, head_policy), daemon=True)
+            threading.Thread(
+                target=partial(self._serve, rank, config, head_policy, has_processors), daemon=True
+            )
             for rank in range(1, size)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _serve(self, rank: int, config: EngineConfig, head_policy: HeadPolicy | None) -> None:
+    def _serve(
+        self, rank: int, config: EngineConfig, head_policy: HeadPolicy | None, has_processors: bool
+    ) -> None:
         context, calls = self._meeting.contexts[rank], self._calls[rank - 1]
         try:
             runner = self.runners[rank] = ModelRunner(
                 config,
                 head_policy=head_policy,
+                logits_processors=LogitsProcessors((), are_elsewhere=has_processors),
                 parallel=context,
                 memory=ThreadMemory(self._memory),
                 progress=False,
             )
-            follower = Follower(runner.device_step)
+            follower = Follower(runner)
             self._started.release()
             control = RankControl(runner)
             while (message := calls.get()) is not None:

@@ -32,6 +32,7 @@ from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
 from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
+from mrv1.runner.kv_listener import HeardStep
 from mrv1.runner.launches import LayersLaunch, SampledReports, SamplingLaunch
 from mrv1.runner.logprobs import (
     FILTER_CHUNK,
@@ -57,10 +58,6 @@ NEXT_UPLOAD = "next_upload"
 
 SEGMENTS_PER_REQUEST = 40
 """Segments that an upload has room for per slot: enough for a new request, and a margin."""
-
-
-class LateError(RuntimeError):
-    """A step failed that all ranks have launched to its end: the ranks agree, and go on."""
 
 
 class TokenMasks(NamedTuple):
@@ -314,11 +311,10 @@ class DeviceStep:
         """Let the step fail once it is launched to its end: the other ranks are in its middle."""
         self._late_error = self._late_error or error
 
-    def raise_late_error(self) -> None:
-        """Raise LateError if the step that was launched has to fail."""
+    def take_late_error(self) -> Exception | None:
+        """Return why the step that was launched has to fail, the first time; None = it has not."""
         error, self._late_error = self._late_error, None
-        if error is not None:
-            raise LateError(str(error)) from error
+        return error
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
         """Launch a step of padding, first or after ``clear_inputs``; return ``sample``'s input."""
@@ -384,7 +380,7 @@ class DeviceStep:
         self.attention.plan(batch.attention, layers, query_lens, seq_lens)
         return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
 
-    def replay(self, shape: StepShape) -> Forwarded | None:
+    def replay(self, shape: StepShape, heard: HeardStep | None = None) -> Forwarded | None:
         """Launch a captured step; as ``Launches``."""
         return self.graphs.replay(shape)
 

@@ -10,15 +10,18 @@ from __future__ import annotations
 import torch
 
 from mrv1.runner.cuda_graph import Forwarded
-from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
+from mrv1.runner.device_step import NEXT_UPLOAD
+from mrv1.runner.kv_listener import HeardStep
 from mrv1.runner.launches import LayersLaunch, SamplingLaunch
+from mrv1.runner.model_runner import ModelRunner
 
 
 class Follower:
     """Launches on one rank what rank 0 says by the names of these methods, on one stream."""
 
-    def __init__(self, step: DeviceStep) -> None:
-        self._step = step
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner, self._step = runner, runner.device_step
+        step = self._step
         self._forwarded: Forwarded | None = None
         self._done = torch.cuda.Event() if step.device.type == "cuda" else None
         self._reports: object = None
@@ -32,8 +35,15 @@ class Follower:
 
     def launch_layers(self, launch: LayersLaunch) -> None:
         """Launch the layers of a step without a graph."""
-        self._forwarded = self._step.launch_layers(launch)
+        on_kv_written = self._runner.listening.calls(launch.heard)
+        self._forwarded = self._step.launch_layers(launch, on_kv_written=on_kv_written)
         self._mark()
+
+    def hear(self, heard: HeardStep) -> None:
+        """Tell the listener of the layers of the graph that was launched last."""
+        on_kv_written = self._runner.listening.calls(heard)
+        if on_kv_written is not None:
+            on_kv_written(*range(self._step.spec.num_layers))
 
     def launch_sampling(self, launch: SamplingLaunch) -> None:
         """Launch the sampling of the step whose layers were launched last."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from mrv1.models.batch import LayerCache
 from mrv1.runner.block_table import BlockTables
-from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.step import Int32Array, RequestId, StepPlan
 
 
@@ -62,6 +60,15 @@ class KVReady:
     of the step share one event. None on a CPU, where the write is over."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardStep:
+    """What listeners are told of a step, on every rank."""
+
+    plan: StepPlan
+    tokens: tuple[KVTokens, ...]
+    """By row of the plan."""
+
+
 KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
 ``forward``. It must not wait. An exception fails the step: its requests end with a ``StepError``,
@@ -103,50 +110,3 @@ def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tu
             )
         )
     return tuple(found)
-
-
-class ListenerError(RuntimeError):
-    """A listener raised the exception that is the cause."""
-
-
-class LayerCalls:
-    """Tells a listener of the layers of a step; of several ranks, until the listener fails."""
-
-    def __init__(
-        self,
-        listener: KVListener,
-        plan: StepPlan,
-        tokens: tuple[KVTokens, ...],
-        step: DeviceStep,
-        num_kv_heads: int,
-    ) -> None:
-        """Take the plan with the tokens of its rows, and the KV heads of the whole model."""
-        self._listener, self._step = listener, step
-        own = step.spec.num_kv_heads
-        (heads,) = step.model.parallel.part([num_kv_heads], [own])
-        self._ready = partial(
-            KVReady, plan=plan, tokens=tokens, heads=range(heads.start, heads.stop)
-        )
-        self._has_failed = False
-
-    def __call__(self, *layers: int) -> None:
-        """Tell of written layers with one event; ListenerError: one rank's listener raised."""
-        event = None
-        if self._step.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        try:
-            for layer in layers if not self._has_failed else ():
-                self._tell(layer, event)
-        except ListenerError as error:
-            if self._step.model.parallel.size == 1:
-                raise
-            self._has_failed = True
-            self._step.fail_late(error)
-
-    def _tell(self, layer: int, event: torch.cuda.Event | None) -> None:
-        cache = self._step.kv_cache.layers[layer]
-        try:
-            self._listener(self._ready(layer=layer, cache=cache, event=event))
-        except Exception as error:  # of any type: it is the caller's code
-            raise ListenerError(f"KV listener, layer {layer}: {error!r}") from error

@@ -10,6 +10,7 @@ import torch
 
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.kv_listener import HeardStep
 from mrv1.runner.logprobs import LogprobReport, PromptPart, StoredLogprobs, WantedRows
 from mrv1.runner.rows import StepShape, Tail
 from mrv1.runner.staging import Sent
@@ -29,6 +30,8 @@ class LayersLaunch:
     """[rows], cached tokens after the step."""
     attn_mask_offsets: torch.Tensor | None
     """[tokens, 2] on the host, the keys that each token sees; None = causal."""
+    heard: HeardStep | None = None
+    """What each rank's listener is told; None = there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,11 @@ SampledReports = tuple[Sequence[LogprobReport | StoredLogprobs], Sequence[Logpro
 class Launches(Protocol):
     """Launches the parts of a step, on this rank or on all."""
 
-    def replay(self, shape: StepShape) -> Forwarded | None:
-        """Launch the graph of a step, or of its layers; returns as ``StepGraphs.replay``."""
+    def replay(self, shape: StepShape, heard: HeardStep | None = None) -> Forwarded | None:
+        """Launch the graph of a step, or of its layers; returns as ``StepGraphs.replay``.
+
+        ``heard`` is what the listeners of other ranks are told then.
+        """
 
     def launch_layers(
         self,

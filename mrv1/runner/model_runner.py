@@ -28,8 +28,9 @@ from mrv1.runner.debug import check_block_ids
 from mrv1.runner.device_memory import release_cached_memory, within_memory
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.host_memory import HostMemory
-from mrv1.runner.kv_listener import EachRank, KVListener, LayerCalls, tokens_of
+from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.launches import Launches, LayersLaunch
+from mrv1.runner.layer_calls import Listening
 from mrv1.runner.logprobs import LogprobReport, StoredLogprobs
 from mrv1.runner.preparation import StepPreparation
 from mrv1.runner.profile import kv_bytes
@@ -91,7 +92,7 @@ class ModelRunner:
         *,
         model: DecoderModel | None = None,
         head_policy: HeadPolicy | None = None,
-        logits_processors: Sequence[LogitsProcessor] = (),
+        logits_processors: Sequence[LogitsProcessor] | LogitsProcessors = (),
         parallel: ParallelContext | None = None,
         memory: HostMemory | None = None,
         allocates: bool = True,
@@ -104,7 +105,8 @@ class ModelRunner:
             model: a model that is on the device already; None loads ``config.model``.
             head_policy: which tokens each KV head sees; None = that of ``config.head_policy``,
                 else the checkpoint's, else each head sees everything that its layer sees.
-            logits_processors: custom processors, applied in this order in every step.
+            logits_processors: custom processors, applied in this order in every step; of several
+                ranks, which all have to be given as many, by the first alone.
             parallel: this rank of several, which execute the same plans; None = a single rank.
             memory: where the buffers are that the host writes for the device, which ranks may
                 share; None = in pinned memory of this process.
@@ -124,7 +126,6 @@ class ModelRunner:
         """``AsyncOutput``'s."""
         self._pending: _Launched | None = None
         """The step that ``forward`` has launched and ``sample`` has to complete."""
-        self._kv_listener: KVListener | None = None
         self._start_clock = StartClock()
         self.num_graph_steps = 0
         """Steps that ran as CUDA graphs, sampling included."""
@@ -137,7 +138,7 @@ class ModelRunner:
                 self.device,
                 model=model,
                 head_policy=head_policy,
-                processors=LogitsProcessors(logits_processors),
+                processors=LogitsProcessors.of(logits_processors),
                 parallel=self._parallel,
                 memory=memory,
                 clock=self._start_clock,
@@ -145,6 +146,7 @@ class ModelRunner:
             )
             self._step = step = parts.step
             self._preparation = StepPreparation(step)
+            self.listening = Listening(step, parts.model_config.num_kv_heads)
             self._launches: Launches = step
         self.config, self.head_policy = parts.config, parts.head_policy
         self.model, self.model_config = step.model, step.model.config
@@ -315,18 +317,15 @@ class ModelRunner:
         if plan.staged_features and not self.features.is_used:  # the first items that have some
             with self.between_steps():
                 self._sleep.allocate_features()
-        return self._preparation.prepare(plan, samples=samples, is_heard=self.is_heard)
+        return self._preparation.prepare(plan, samples=samples, is_heard=bool(self.listening))
 
     def _launch(self, plan: StepPlan, rows: DeviceRows, sent: Sent | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
         self._outputs.start()
-        on_kv_written = None
-        if self._kv_listener is not None:
-            tokens = tokens_of(plan, self.state.num_before(plan), self.block_tables)
-            num_heads = self._parts.model_config.num_kv_heads
-            on_kv_written = LayerCalls(self._kv_listener, plan, tokens, self._step, num_heads)
+        heard = self.listening.heard(plan)
+        on_kv_written = self.listening.calls(heard)
         if sent is None:
-            forwarded = self._launches.replay(rows.shape)
+            forwarded = self._launches.replay(rows.shape, heard)
             if on_kv_written is not None:
                 on_kv_written(*range(self.spec.num_layers))
             return _Launched(plan, rows, forwarded)
@@ -340,6 +339,7 @@ class ModelRunner:
             )
             if rows.is_masked
             else None,
+            heard=heard,
         )
         check = partial(check_block_ids, plan, rows, self.kv_cache) if self.config.debug else None
         forwarded = self._launches.launch_layers(launch, check=check, on_kv_written=on_kv_written)
@@ -382,8 +382,14 @@ class ModelRunner:
             waiting=self._waiting,
         )
         self._outputs.deliver(output)
-        step.raise_late_error()
+        error = self._late_error()
+        if error is not None:
+            raise error
         return output
+
+    def _late_error(self) -> Exception | None:
+        """Return why a step fails that was launched to its end."""
+        return self._step.take_late_error()
 
     @property
     def device_step(self) -> DeviceStep:
@@ -416,20 +422,7 @@ class ModelRunner:
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` (None = nobody) of K and V of every step launched from now on."""
-        if isinstance(listener, EachRank):
-            listener = listener.make(self._parallel.rank)
-        self._kv_listener = listener
-        self.block_tables.keep_ids(listener is not None)
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether a KV listener is told of steps."""
-        return self._kv_listener is not None
-
-    @property
-    def rank(self) -> int:
-        """Index of this runner among the tensor-parallel ranks."""
-        return self._parallel.rank
+        self.listening.set(listener)
 
     # --- memory and weights ---------------------------------------------------------------
     @property
@@ -570,7 +563,7 @@ class ModelRunner:
             self._synchronize()
         for name in (
             "model", "attention", "kv_cache", "state", "block_tables", "sampler", "features",
-            "_parts", "_step", "_launches", "_preparation", "_outputs", "_sleep",
+            "_parts", "_step", "_launches", "_preparation", "_outputs", "_sleep", "listening",
         ):  # fmt: skip
             self.__dict__.pop(name, None)
         gc.collect()

@@ -86,6 +86,11 @@ class LogitsProcessors:
         self._refused: dict[int, RequestError] = {}
         """By slot, the error of the request that a processor refused."""
 
+    @classmethod
+    def of(cls, given: Iterable[LogitsProcessor] | LogitsProcessors) -> LogitsProcessors:
+        """Return processors as they are, or those of a list."""
+        return given if isinstance(given, LogitsProcessors) else cls(given)
+
     def __bool__(self) -> bool:
         """Whether there are any processors, on this rank or elsewhere."""
         return bool(self._processors) or self.are_elsewhere

@@ -29,9 +29,6 @@ WRITTEN: dict[int, Written] = defaultdict(dict)
 FAILING: set[int] = set()
 """Ranks whose listener raises in the second layer, once."""
 
-# A rank that follows rank 0's launches has no plan to tell its listener of.
-NOT_HEARD = pytest.mark.xfail(strict=True, reason="other ranks than 0 tell no listener yet")
-
 
 def listen(rank: int, ready: KVReady) -> None:
     """Keep the keys of one layer."""
@@ -89,7 +86,6 @@ def forgotten(engines) -> Iterator[None]:
     FAILING.clear()
 
 
-@NOT_HEARD
 @pytest.mark.parametrize("size", [2, 4])  # of 2 KV heads: with 4 ranks, two have the same one
 def test_ranks_hear_the_keys_of_their_heads(engines, size):
     written, tokens = {}, {}
@@ -118,7 +114,6 @@ def test_ranks_hear_the_keys_of_their_heads(engines, size):
             torch.testing.assert_close(key, whole[at], rtol=1e-10, atol=1e-10)
 
 
-@NOT_HEARD
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_listener_that_raises_on_one_rank_fails_its_steps_requests_alone(engines, rank):
     llm = engines[2]
@@ -140,7 +135,6 @@ def test_a_listener_that_raises_on_one_rank_fails_its_steps_requests_alone(engin
     assert {ready.plan.step_id for ready in HEARD[0]} == {r.plan.step_id for r in HEARD[1]}
 
 
-@NOT_HEARD
 @pytest.mark.parametrize(
     ("listener", "message"),
     [

@@ -14,7 +14,6 @@ import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -181,10 +180,6 @@ def test_every_rank_has_its_share_of_the_cache(cores):
         ({"tensor_parallel_size": 3}, "expected a divisor or a multiple of 2 KV heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
         ({"deterministic": True}, "tensor_parallel_size, deterministic: expected not both"),
-        (
-            {"logits_processors": [SimpleNamespace(add_request=print, apply=print)]},
-            "logits_processors: expected none with tensor_parallel_",
-        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, options, message):
@@ -304,8 +299,8 @@ def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):
     """Rank 1 is stopped before it has imported anything; rank 0 loads nothing."""
     pids, start = [], processes.Ranks
 
-    def stopping(*args):
-        started = start(*args)
+    def stopping(*args, **options):
+        started = start(*args, **options)
         pids.extend(member.process.pid for member in started._members)
         os.kill(pids[0], signal.SIGSTOP)
         monkeypatch.setattr(parallel_runner.ModelRunner, "__init__", lambda *args, **kwargs: None)
@@ -354,8 +349,8 @@ def test_an_error_of_a_rank_at_the_start_is_raised(checkpoint, monkeypatch):
     content = weights.read_bytes()
     start = processes.Ranks
 
-    def damaging(*args):
-        started = start(*args)
+    def damaging(*args, **options):
+        started = start(*args, **options)
         monkeypatch.setattr(parallel_runner.ModelRunner, "__init__", lambda *args, **kwargs: None)
         weights.write_bytes(content[:100])
         return started

@@ -26,6 +26,7 @@ from mrv1.runner.ranks.links import Links
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
 from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
 from mrv1.runner.ranks.shared_memory import SharedMemory
+from mrv1.sampler import LogitsProcessors
 
 SPIN_SECONDS = 0.02
 """How long a rank on a GPU looks for the next message before it sleeps: longer than most steps.
@@ -40,6 +41,8 @@ class RankStart:
     config: EngineConfig
     """With the checkpoint's directory."""
     head_policy: HeadPolicy | None
+    has_processors: bool
+    """Whether rank 0 has custom logits processors, and draws."""
     port: int
     """Rank 0's store."""
     memory: int
@@ -96,6 +99,7 @@ def serve(connection: Connection, start: RankStart) -> None:
     runner = ModelRunner(
         replace(start.config, device=str(device)),
         head_policy=start.head_policy,
+        logits_processors=LogitsProcessors((), are_elsewhere=start.has_processors),
         parallel=links.context,
         memory=memory,
         allocates=False,
@@ -104,7 +108,7 @@ def serve(connection: Connection, start: RankStart) -> None:
     links.connect()
     runner.allocate_kv_cache(progress=False)
     connection.send(None)
-    control, follower = RankControl(runner), Follower(runner.device_step)
+    control, follower = RankControl(runner), Follower(runner)
     spin_seconds = 0.0 if device.type == "cpu" else SPIN_SECONDS
 
     def sleep_up_to(seconds: float) -> None:

@@ -13,16 +13,14 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mrv1.errors import CapacityError, ConfigError, StepError, short
+from mrv1.errors import CapacityError, ConfigError, short
 from mrv1.models import NamedTensors
-from mrv1.runner.async_output import AsyncOutput
-from mrv1.runner.device_step import LateError
 from mrv1.runner.kv_listener import EachRank, KVListener
-from mrv1.runner.model_runner import ModelRunner, is_caused_by
+from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.sleep import SleepTag, checked_tags
 from mrv1.runner.step import StepPlan
@@ -32,11 +30,6 @@ SHARED_BYTES = 1 << 28
 
 ALIGNMENT = 16
 """Bytes at a multiple of which each piece begins."""
-
-OUTPUTS = ("execute", "sample")
-"""Calls that end a step."""
-
-Result = TypeVar("Result")
 
 _REFUSALS = {each.__name__: each for each in (CapacityError, ConfigError)}
 """Errors of a call that has changed nothing on its rank; any other ends all ranks."""
@@ -91,32 +84,21 @@ class RankControl:
         self._shared: SharedMemory | None = None
         self._made: KVListener | None = None
 
-    def answer(self, message: Asked | tuple[str, tuple[object, ...]]) -> Answer | None:
+    def answer(self, asked: Asked) -> Answer | None:
         """Make a call; return its answer, None if rank 0 waits for none.
 
-        That is a call between steps, or the name and arguments of one of a step, which has an
-        answer if somebody listens. Errors that are no refusal are raised.
+        Errors that are no refusal are raised.
         """
-        if isinstance(message, Asked):
-            try:
-                value = getattr(self, message.name)(*message.args)
-                return Answer(value=value) if message.waits else None
-            except tuple(_REFUSALS.values()) as error:
-                return Answer(refusal=(type(error).__name__, str(error)))
-        name, args = message
-        result, failure = self.step(getattr(self._runner, name), *args)
-        if isinstance(result, AsyncOutput) and self._runner.device.type == "cpu":
-            result.result()  # raises if only the step's result fails
-        return Answer(value=failure) if name in OUTPUTS and self._runner.is_heard else None
-
-    def step(self, call: Callable[..., Result], *args: object) -> tuple[Result | None, str | None]:
-        """Make a call of a step; return its result, or why the step fails on all ranks."""
         try:
-            return call(*args), None
-        except StepError as error:
-            if not is_caused_by(error, LateError):
-                raise
-            return None, str(error.__cause__)
+            value = getattr(self, asked.name)(*asked.args)
+            return Answer(value=value) if asked.waits else None
+        except tuple(_REFUSALS.values()) as error:
+            return Answer(refusal=(type(error).__name__, str(error)))
+
+    def take_late_error(self) -> str | None:
+        """Return why a step fails that was launched to its end; None = here it does not."""
+        error = self._runner.device_step.take_late_error()
+        return None if error is None else str(error)
 
     def attach(self, shared: SharedMemory | None) -> None:
         """Take the memory in which new weights come; None = they have all come."""
@@ -143,7 +125,7 @@ class RankControl:
     def make_listener(self, pickled: bytes) -> None:
         """Make the listener that is set next; ConfigError: it cannot be made here."""
         try:
-            self._made = pickle.loads(pickled).make(self._runner.rank)
+            self._made = pickle.loads(pickled).make(self._runner.model.parallel.rank)
         except Exception as error:  # of any type: it is the caller's code
             raise ConfigError(
                 f"listener: expected EachRank.make to return a listener, got {error!r}"
@@ -190,7 +172,7 @@ class RankControl:
     def set_listener(self) -> None:
         """Tell the listener that was made last, None = nobody, of the next steps."""
         made, self._made = self._made, None
-        ModelRunner.set_kv_listener(self._runner, made)
+        self._runner.listening.set(made)
 
     def end_sleep(self) -> None:
         """Wake up what was allocated."""
@@ -283,19 +265,12 @@ class Controls:
             answers = [own, *self._ranks.answers()]
         return [answer.result(rank) for rank, answer in enumerate(answers)]
 
-    def joined(
-        self, call: Callable[..., Result], *args: object
-    ) -> tuple[Result | None, str | None]:
-        """Make this rank's call of a step that was sent to all; see ``RankControl.step``."""
-        result, failure = self._own.step(call, *args)
-        if isinstance(result, AsyncOutput) or failure is not None:
-            failures = [failure]
-            if self._runner.is_heard:
-                failures += [answer.value for answer in self._ranks.answers()]
-            for rank, failure in enumerate(failures):
-                if failure is not None:
-                    return None, failure if rank == 0 else f"rank {rank}: {failure}"
-        return result, None
+    def late_error(self) -> Exception | None:
+        """Return why a step that all ranks have launched fails on one of them."""
+        for rank, message in enumerate(self.ask("take_late_error")):
+            if message is not None:
+                return RuntimeError(message if rank == 0 else f"rank {rank}: {message}")
+        return None
 
     def stage_features(self, plan: StepPlan) -> None:
         """Let every other rank have the features that a plan stages, before the step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from typing import TypeVar
 
@@ -10,11 +11,40 @@ from mrv1.kernels._base.peers import PeerError
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.input_batch import InputBatch
+from mrv1.runner.kv_listener import HeardStep
 from mrv1.runner.launches import LayersLaunch, SampledReports, SamplingLaunch
 from mrv1.runner.ranks.processes import Ranks
 from mrv1.runner.rows import StepShape
+from mrv1.runner.step import SlotRequest
+from mrv1.sampler import SamplingParams
 
 Result = TypeVar("Result")
+
+
+PARAMS = fields(SamplingParams)
+
+
+def _sendable(heard: HeardStep) -> HeardStep:
+    """Return a step for other ranks: its requests without grammars and features."""
+
+    def stripped(request: SlotRequest) -> SlotRequest:
+        values = {each.name: getattr(request.sampling_params, each.name) for each in PARAMS}
+        params = SamplingParams(**values | {"structured_output": None})
+        items = tuple(item.without_features() for item in request.multimodal)
+        return replace(request, sampling_params=params, multimodal=items)
+
+    plan = heard.plan
+    return replace(
+        heard,
+        plan=replace(
+            plan,
+            new=tuple(map(stripped, plan.new)),
+            resumed=tuple(map(stripped, plan.resumed)),
+            staged_features=tuple(
+                replace(each, item=each.item.without_features()) for each in plan.staged_features
+            ),
+        ),
+    )
 
 
 class Leader:
@@ -28,12 +58,16 @@ class Leader:
     ) -> None:
         self._step, self._ranks, self._end = step, ranks, end
 
-    def replay(self, shape: StepShape) -> Forwarded | None:
+    def replay(self, shape: StepShape, heard: HeardStep | None = None) -> Forwarded | None:
         """Launch the graph of a step, or of its layers."""
         number = self._step.graphs.number(shape)
-        return self._on_all_ranks(
-            partial(self._ranks.replay, number), partial(self._step.replay, shape)
-        )
+
+        def tell() -> None:
+            self._ranks.replay(number)
+            if heard is not None:
+                self._ranks.send("hear", _sendable(heard))
+
+        return self._on_all_ranks(tell, partial(self._step.replay, shape))
 
     def launch_layers(
         self,
@@ -43,7 +77,8 @@ class Leader:
         on_kv_written: Callable[[int], None] | None = None,
     ) -> Forwarded:
         """Launch the layers of a step, kernel by kernel."""
-        tell = partial(self._ranks.send, "launch_layers", launch)
+        heard = None if launch.heard is None else _sendable(launch.heard)
+        tell = partial(self._ranks.send, "launch_layers", replace(launch, heard=heard))
         own = partial(self._step.launch_layers, launch, check=check, on_kv_written=on_kv_written)
         return self._on_all_ranks(tell, own)
 

@@ -56,11 +56,8 @@ class ParallelRunner(ModelRunner):
         work with several ranks, or the model cannot be divided among them.
         """
         size = config.tensor_parallel_size
-        for name, given in (("model", model), ("logits_processors", logits_processors)):
-            if given:
-                raise ConfigError(
-                    f"{name}: expected none with tensor_parallel_size={size}, got one"
-                )
+        if model is not None:
+            raise ConfigError(f"model: expected none with tensor_parallel_size={size}, got one")
         devices = rank_devices(config.device, size)
         if devices[0].type != "cpu":
             raise ConfigError(
@@ -72,12 +69,13 @@ class ParallelRunner(ModelRunner):
         ParallelContext(
             size=size, all_reduce=unlinked.all_reduce, all_gather=unlinked.all_gather
         ).shard(ModelConfig.from_pretrained(config.model))
-        self._ranks = Ranks(config, head_policy, devices)
+        self._ranks = Ranks(config, head_policy, devices, has_processors=bool(logits_processors))
         self._controls = Controls(self, self._ranks, self._end)
         try:
             super().__init__(
                 config,
                 head_policy=head_policy,
+                logits_processors=logits_processors,
                 parallel=self._ranks.context,
                 memory=self._ranks.memory,
                 allocates=False,
@@ -119,6 +117,9 @@ class ParallelRunner(ModelRunner):
         except RuntimeError:
             if self._ranks.failure is None:  # else the step fails with it
                 raise
+
+    def _late_error(self) -> Exception | None:
+        return self._controls.late_error() if self.listening else super()._late_error()
 
     def _end(self, error: BaseException) -> None:
         """End all ranks after a call that failed on one; this one can launch nothing any more."""

@@ -161,7 +161,8 @@ def _stop(members: Sequence[Member], seconds: float) -> None:
 class Ranks:
     """The processes of all ranks but this one, 0, and this one's links with them.
 
-    ``config`` has the checkpoint's directory, ``devices`` the device of each rank.
+    ``config`` has the checkpoint's directory, ``devices`` the device of each rank;
+    ``has_processors`` says whether this rank has custom logits processors.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class Ranks:
         config: EngineConfig,
         head_policy: HeadPolicy | None,
         devices: Sequence[torch.device],
+        *,
+        has_processors: bool,
     ) -> None:
         size = len(devices)
         self.links = Links(
@@ -190,6 +193,7 @@ class Ranks:
                 rank=rank,
                 config=config,
                 head_policy=head_policy,
+                has_processors=has_processors,
                 port=self.links.store.port,
                 memory=self.memory.file_descriptor,
                 num_threads=num_threads,

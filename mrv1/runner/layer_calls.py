@@ -1,0 +1,87 @@
+"""A rank's KV listener, and its calls for the layers of a step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from mrv1.runner.device_step import DeviceStep
+from mrv1.runner.kv_listener import EachRank, HeardStep, KVListener, KVReady, tokens_of
+from mrv1.runner.step import StepPlan
+
+
+class ListenerError(RuntimeError):
+    """A listener raised the exception that is the cause."""
+
+
+class LayerCalls:
+    """Tells a listener of the layers of a step; of several ranks, until the listener fails."""
+
+    def __init__(
+        self, listener: KVListener, heard: HeardStep, step: DeviceStep, num_kv_heads: int
+    ) -> None:
+        """Take the step, and the number of KV heads of the whole model."""
+        self._listener, self._step = listener, step
+        own = step.spec.num_kv_heads
+        (heads,) = step.model.parallel.part([num_kv_heads], [own])
+        self._ready = partial(
+            KVReady, plan=heard.plan, tokens=heard.tokens, heads=range(heads.start, heads.stop)
+        )
+        self._has_failed = False
+
+    def __call__(self, *layers: int) -> None:
+        """Tell of written layers with one event; ListenerError: one rank's listener raised."""
+        event = None
+        if self._step.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        try:
+            for layer in layers if not self._has_failed else ():
+                self._tell(layer, event)
+        except ListenerError as error:
+            if self._step.model.parallel.size == 1:
+                raise
+            self._has_failed = True
+            self._step.fail_late(error)
+
+    def _tell(self, layer: int, event: torch.cuda.Event | None) -> None:
+        cache = self._step.kv_cache.layers[layer]
+        try:
+            self._listener(self._ready(layer=layer, cache=cache, event=event))
+        except Exception as error:  # of any type: it is the caller's code
+            raise ListenerError(f"KV listener, layer {layer}: {error!r}") from error
+
+
+class Listening:
+    """Who listens to the steps of a rank."""
+
+    def __init__(self, step: DeviceStep, num_kv_heads: int) -> None:
+        """Let nobody listen; arguments as in ``LayerCalls``."""
+        self._step, self._num_kv_heads = step, num_kv_heads
+        self._listener: KVListener | None = None
+
+    def __bool__(self) -> bool:
+        """Whether there is a listener."""
+        return self._listener is not None
+
+    def set(self, listener: KVListener | EachRank | None) -> None:
+        """Let a listener, None = nobody, listen to the next steps."""
+        if isinstance(listener, EachRank):
+            listener = listener.make(self._step.model.parallel.rank)
+        self._listener = listener
+        self._step.block_tables.keep_ids(listener is not None)
+
+    def heard(self, plan: StepPlan) -> HeardStep | None:
+        """Return what listeners are told of a staged plan; None = there is none."""
+        if self._listener is None:
+            return None
+        step = self._step
+        tokens = tokens_of(plan, step.state.num_before(plan), step.block_tables)
+        return HeardStep(plan=plan, tokens=tokens)
+
+    def calls(self, heard: HeardStep | None) -> LayerCalls | None:
+        """Return what is called with the layers of a step; None = nobody listens."""
+        if heard is None or self._listener is None:
+            return None
+        return LayerCalls(self._listener, heard, self._step, self._num_kv_heads)
