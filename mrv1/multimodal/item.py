@@ -145,6 +145,18 @@ class MultimodalItem:
         object.__setattr__(own, "features", self.tensor.clone())
         return own
 
+    def on_host(self) -> MultimodalItem:
+        """Return the item with features on the CPU and the same hash; itself if they are there.
+
+        Waits for the GPU of features.
+        """
+        if self.tensor.device.type == "cpu":
+            return self
+        _ = self.content_hash
+        copied = copy.copy(self)
+        object.__setattr__(copied, "features", self.tensor.cpu())
+        return copied
+
     def without_features(self) -> MultimodalItem:
         """Return a copy of the item for a process that needs its place and its hash alone."""
         _ = self.content_hash

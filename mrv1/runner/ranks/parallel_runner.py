@@ -20,6 +20,7 @@ from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
+from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
@@ -94,6 +95,10 @@ class ParallelRunner(ModelRunner):
         except BaseException as error:
             self._end(error)
             raise
+
+    def prepared(self, item: MultimodalItem) -> MultimodalItem:
+        """Return an item, on the host, whose features go to every rank; see ``ModelRunner``."""
+        return super().prepared(item.on_host())
 
     def execute(self, plan: StepPlan) -> AsyncOutput:
         """Launch one step on every rank; see ``ModelRunner.execute``."""
