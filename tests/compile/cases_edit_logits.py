@@ -22,12 +22,19 @@ def cases(target: Target) -> list[AotCase]:
         *(_edit_logits(target, dtype, 151_936) for dtype in DTYPES),
         _edit_logits(target, torch.float32, 128_256, rows_per_req=4),
         _edit_logits(target, torch.float32, 1000),
+        _edit_logits(target, torch.float32, 75_904, first_token=76_032),
+        _edit_logits(target, torch.float32, 64_128, rows_per_req=4, first_token=64_128),
         *(_apply_token_bitmask(target, dtype) for dtype in DTYPES),
     ]
 
 
 def _edit_logits(
-    target: Target, dtype: torch.dtype, vocab_size: int, *, rows_per_req: int = 1
+    target: Target,
+    dtype: torch.dtype,
+    vocab_size: int,
+    *,
+    rows_per_req: int = 1,
+    first_token: int | None = None,
 ) -> AotCase:
     config = EditLogitsConfig.default_for(vocab_size, 256)
     int32, float32 = pointer(torch.int32), pointer(torch.float32)
@@ -35,7 +42,7 @@ def _edit_logits(
     max_bias = 300
     name = f"edit_logits-{str(dtype).removeprefix('torch.')}-{vocab_size}"
     return AotCase(
-        name=f"{name}{'-drafts' if drafts else ''}",
+        name=f"{name}{'-drafts' if drafts else ''}{'-shard' if first_token else ''}",
         kernel=_edit_logits_kernel,
         args=(
             *(pointer(dtype), vocab_size, int32, vocab_size, int32, int32, 40_960),
@@ -43,7 +50,7 @@ def _edit_logits(
             *(int32, max_bias, float32, max_bias, int32, float32, float32, float32),
             *((int32, rows_per_req - 1) if drafts else (None, 0)),
             *(int32, pointer(torch.int64) if drafts else None, rows_per_req),
-            *(16, max_bias, vocab_size, config.part_tiles),
+            *(16, max_bias, vocab_size, config.part_tiles, first_token),
         ),
         constexprs={
             "TILE_ROWS": rows_per_req,

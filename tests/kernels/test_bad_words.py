@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -225,6 +226,18 @@ def test_the_oracle_takes_float64():
 def test_kernel_logits_equal_a_plain_loop(device, case, as_on_gpu):
     with tiles("apply_bad_words", as_on_gpu=as_on_gpu):
         assert _run(kernels, case, device) == _by_hand(case)
+
+
+@given(case=_cases(), first_tokens=st.lists(st.integers(0, VOCAB), max_size=3).map(sorted))
+def test_shards_are_masked_like_the_whole(device, case, first_tokens):
+    for ops in (reference, kernels):
+        arguments = _arguments(case, device)
+        logits, starts = arguments["logits"], [0, *first_tokens, VOCAB]
+        for first, end in itertools.pairwise(starts):
+            shard = arguments | {"logits": logits[:, first:end]}
+            bundles = bundled(shard, history=History, bad_words=BadWords)
+            ops.apply_bad_words(**bundles, first_token=first)
+        assert _bits(logits) == _by_hand(case)
 
 
 @given(case=_cases().filter(lambda case: case.most_drafts is not None))

@@ -292,6 +292,23 @@ def test_kernel_logits_equal_a_plain_loop(device, case, as_on_gpu):
     assert _run(kernels, case, device, as_on_gpu=as_on_gpu) == _by_hand(case)
 
 
+@given(case=_cases(), as_on_gpu=st.booleans())
+def test_shards_are_edited_like_the_whole(device, case, as_on_gpu):
+    """Each with counts of its own; the second has 9 tokens, a third none."""
+    for ops in (reference, kernels):
+        arguments = _arguments(case, device)
+        logits, counts = arguments["logits"], arguments["counts"]
+        for first in (0, 32, 64):
+            shard = slice(first, first + 32)
+            own = {"logits": logits[:, shard], "counts": counts[:, shard].clone()}
+            own |= {"counted": arguments["counted"].clone()}
+            with tiles("edit_logits", as_on_gpu=as_on_gpu):
+                bundles = bundled(arguments | own, history=History, edits=LogitEdits)
+                ops.edit_logits(**bundles, first_token=first)
+        assert_gaps_untouched(logits)
+        assert _bits(logits) == _by_hand(case)
+
+
 @given(
     case=_cases().filter(lambda case: case.drafts is None and case.rows),
     steps=st.lists(st.lists(odd_tokens, max_size=3).map(tuple), min_size=1, max_size=4),
@@ -534,6 +551,17 @@ def test_apply_token_bitmask_masks_tokens_whose_bit_is_0(
             ops.apply_token_bitmask(logits, in_a_wider_row(bitmask, 1, 2), rows=chosen)
         assert _bits(logits) == _bits(expected)
         assert_gaps_untouched(logits)
+        logits = in_a_wider_row(_logits(case).to(device), *gaps)
+        for first in range(0, 32 * bitmask.shape[1] + 1, 1024):  # the last shard may have no token
+            with tiles("edit_logits", as_on_gpu=as_on_gpu):
+                ops.apply_token_bitmask(
+                    logits[:, first : first + 1024],
+                    in_a_wider_row(bitmask, 1, 2),
+                    rows=chosen,
+                    first_token=first,
+                )
+        assert _bits(logits) == _bits(expected)
+        assert_gaps_untouched(logits)
 
 
 @pytest.mark.parametrize(
@@ -553,6 +581,13 @@ def test_apply_token_bitmask_masks_tokens_whose_bit_is_0(
             r"rows: expected shape \[2\], g",
         ),
         ({"rows": torch.zeros(2)}, TypeError, r"rows: expected dtype torch\.int32"),
+        ({"first_token": 48}, ValueError, r"first_token: expected a multiple of 32, at le.* 48"),
+        (
+            {"first_token": -32},
+            ValueError,
+            r"first_token: expected a multiple of 32, at l.* -32",
+        ),
+        ({"first_token": 32}, ValueError, r"bitmask: expected shape \[any, 3\], got \[2, 2\]"),
     ],
 )
 def test_a_wrong_bitmask_is_named(device, change, error, message):
@@ -561,7 +596,9 @@ def test_a_wrong_bitmask_is_named(device, change, error, message):
         "bitmask": torch.zeros(2, 2, dtype=torch.int32),
         "rows": torch.zeros(2, dtype=torch.int32),
     } | change
-    on_device = {name: None if x is None else x.to(device) for name, x in arguments.items()}
+    on_device = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+    }
     for ops in (reference, kernels):
         with pytest.raises(error, match=message):
             ops.apply_token_bitmask(**on_device)
@@ -636,6 +673,14 @@ def test_wrong_arguments_are_named(device, change, error, message):
     assert all(
         torch.equal(value, arguments[name]) for name, value in before.items() if name != "logits"
     )
+
+
+def test_a_shard_outside_the_vocabulary_is_named(device):
+    arguments = _arguments(Case((Slot(allowed=frozenset()),), (Row(0),)), device)
+    bundles = bundled(arguments, history=History, edits=LogitEdits)
+    for ops in (reference, kernels):
+        with pytest.raises(ValueError, match=r"edits\.allowed_mask: expected shape \[1, 4\], got"):
+            ops.edit_logits(**bundles, first_token=64)
 
 
 def test_a_cpu_tensor_needs_the_interpreter(monkeypatch):

@@ -34,7 +34,7 @@ from mrv1.kernels.sampling.contracts import BadWords, History, check_bad_words
 
 @triton.jit(
     # a value that differs from step to step must not compile another kernel
-    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req"],
+    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req", "shard_start"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
 def _apply_bad_words_kernel(
@@ -57,6 +57,7 @@ def _apply_bad_words_kernel(
     rows_per_req,
     max_words,
     vocab_size,
+    shard_start,  # first token of the logits; None: they are of the whole vocabulary
     MAX_LEN: tl.constexpr,
     TILE_WORDS: tl.constexpr,
     TILE_LEN: tl.constexpr,  # power of two >= MAX_LEN
@@ -90,6 +91,8 @@ def _apply_bad_words_kernel(
     fits &= (begin >= start) | (length == 1)
     word_ptr = bad_words_ptr + slot * stride_bad_words_slot + word * MAX_LEN
     last = tl.load(word_ptr + length - 1, mask=fits, other=-1)
+    if shard_start is not None:
+        last -= shard_start
     # Whole words are loaded, 16 bytes at a time where their width allows it.
     column = tl.arange(0, TILE_LEN)[None, :]
     is_inside = fits[:, None] & (column < MAX_LEN)
@@ -145,6 +148,7 @@ def apply_bad_words(
     *,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Set the logit of every token that would complete a banned word to -inf.
 
@@ -157,6 +161,7 @@ def apply_bad_words(
         bad_words: of every slot.
         ahead: [rows] int32 or int64, contiguous: drafts before a row, as in ``edit_logits``.
         draft_token_ids: [num_reqs, max_drafts] int32, unit last stride, as in ``edit_logits``.
+        first_token: >= 0, as in ``edit_logits``; words are of the whole vocabulary.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -169,7 +174,7 @@ def apply_bad_words(
     check_launchable("logits", logits)
     num_rows, vocab_size = logits.shape
     _, max_words, max_len = bad_words.bad_words.shape
-    if num_rows == 0 or bad_words.bad_words.numel() == 0:
+    if logits.numel() == 0 or bad_words.bad_words.numel() == 0:
         return
     if INTERPRET:
         config = BadWordsConfig.for_interpreter(max_words, max_len)
@@ -185,7 +190,7 @@ def apply_bad_words(
         *with_strides(draft_token_ids, 1),
         *(idx_mapping, ahead),
         1 if draft_token_ids is None else num_rows // draft_token_ids.shape[0],
-        *(max_words, vocab_size),
+        *(max_words, vocab_size, first_token),
         MAX_LEN=max_len,
         TILE_WORDS=config.tile_words,
         TILE_LEN=config.tile_len,

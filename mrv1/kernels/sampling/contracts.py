@@ -129,6 +129,23 @@ def _check_histories(
     return history.token_ids.shape[0]
 
 
+def shard_masks(masks: torch.Tensor, first_token: int | None) -> torch.Tensor:
+    """Return the words of [any, ceil(vocab / 32)] masks from a shard's first token on."""
+    return masks if first_token is None else masks[:, first_token // 32 :]
+
+
+def _check_masks(
+    name: str, masks: torch.Tensor, num_masks: int | None, num_tokens: int, first_token: int | None
+) -> None:
+    """Raise unless masks have a bit for each token, or ``first_token`` is none of a shard."""
+    if first_token is not None and (first_token < 0 or first_token % 32):
+        raise ValueError(f"first_token: expected a multiple of 32, at least 0, got {first_token}")
+    width = -(-((first_token or 0) + num_tokens) // 32)
+    is_whole = first_token is None or masks.dim() != 2 or masks.shape[1] < width
+    shape = (num_masks, width if is_whole else None)
+    check_tensor(name, masks, shape=shape, dtype=torch.int32, unit_last_stride=True)
+
+
 def check_bad_words(
     logits: torch.Tensor,
     idx_mapping: torch.Tensor,
@@ -164,6 +181,7 @@ def check_edit_logits(
     edits: LogitEdits,
     ahead: torch.Tensor | None,
     draft_token_ids: torch.Tensor | None,
+    first_token: int | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Raise unless the arguments are as ``edit_logits`` describes them."""
@@ -175,8 +193,9 @@ def check_edit_logits(
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     check_vectors("edits", edits, penalties, max_num_reqs, device, torch.float32)
     check = partial(check_tensor, dtype=torch.int32, device=device)
+    _check_masks("edits.allowed_mask", edits.allowed_mask, max_num_reqs, vocab_size, first_token)
     for name, tensor, width in (
-        ("edits.allowed_mask", edits.allowed_mask, -(-vocab_size // 32)),
+        ("edits.allowed_mask", edits.allowed_mask, None),  # its device
         ("history.late_token_ids", history.late_token_ids, None),
         ("edits.bias_ids", edits.bias_ids, None),
         ("edits.counts", edits.counts, vocab_size),
@@ -192,6 +211,7 @@ def check_token_bitmask(
     logits: torch.Tensor,
     bitmask: torch.Tensor,
     rows: torch.Tensor | None,
+    first_token: int | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
     """Raise unless the arguments are as ``apply_token_bitmask`` describes them."""
@@ -199,8 +219,8 @@ def check_token_bitmask(
     num_rows, vocab_size = logits.shape
     check = partial(check_tensor, dtype=torch.int32, device=logits.device)
     num_masks = num_rows if rows is None else None
-    width = -(-vocab_size // 32)
-    check("bitmask", bitmask, shape=(num_masks, width), unit_last_stride=True)
+    _check_masks("bitmask", bitmask, num_masks, vocab_size, first_token)
+    check("bitmask", bitmask)
     if rows is not None:
         check("rows", rows, shape=bitmask.shape[:1], contiguous=True)
 

@@ -45,6 +45,7 @@ from mrv1.kernels.sampling.contracts import (
     LogitEdits,
     check_edit_logits,
     check_token_bitmask,
+    shard_masks,
 )
 
 PROGRAMS = 1024
@@ -127,8 +128,23 @@ def _mask_words(
 
 
 @triton.jit
+def _in_shard(token, shard_start):
+    """Return token ids as places in the logits; None: the logits are of the whole vocabulary."""
+    if shard_start is not None:
+        token -= shard_start
+    return token
+
+
+@triton.jit
 def _count_part(
-    counts_row_ptr, history_ptr, counted, known, prompt_len, part, TILE_VOCAB: tl.constexpr
+    counts_row_ptr,
+    history_ptr,
+    counted,
+    known,
+    prompt_len,
+    shard_start,  # or None
+    part,
+    TILE_VOCAB: tl.constexpr,
 ):
     """Count a history's tokens at positions ``counted`` to ``known`` that are in a part."""
     first_token, end_token, num_tiles = part
@@ -140,7 +156,7 @@ def _count_part(
     for start in range(tl.maximum(counted, 0), known, 2 * TILE_VOCAB):
         position = start + tl.arange(0, 2 * TILE_VOCAB)
         token_ptr = tl.max_contiguous(history_ptr + position, 1)  # in the layout of the atomics
-        token = tl.load(token_ptr, mask=position < known, other=-1)
+        token = _in_shard(tl.load(token_ptr, mask=position < known, other=-1), shard_start)
         in_part = (token >= first_token) & (token < end_token)
         in_prompt = in_part & (position < prompt_len)
         in_output = in_part & (position >= prompt_len)
@@ -156,6 +172,7 @@ def _penalize_part(
     drafts_ptr,  # or None
     ahead,
     penalties,
+    shard_start,  # or None
     part,
     TILE_VOCAB: tl.constexpr,
 ):
@@ -171,7 +188,8 @@ def _penalize_part(
         following = tl.load(counts_row_ptr + next_token, mask=next_token < end_token, other=0)
         if drafts_ptr is not None:
             for i in range(ahead):
-                is_draft = (token == tl.load(drafts_ptr + i)) & (token < end_token)
+                draft = _in_shard(tl.load(drafts_ptr + i), shard_start)
+                is_draft = (token == draft) & (token < end_token)
                 count += is_draft.to(tl.int32)
         is_seen = count != 0
         num_output = count & (_IN_PROMPT - 1)
@@ -188,7 +206,7 @@ def _penalize_part(
 
 @triton.jit(
     # a value that differs from step to step must not compile another kernel
-    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req", "part_tiles"],
+    do_not_specialize=["stride_draft_token_ids_req", "rows_per_req", "part_tiles", "shard_start"],
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
 def _edit_logits_kernel(
@@ -224,6 +242,7 @@ def _edit_logits_kernel(
     max_bias,
     vocab_size,
     part_tiles,
+    shard_start,  # first token of the logits; None: they are of the whole vocabulary
     TILE_ROWS: tl.constexpr,  # power of two >= rows_per_req
     TILE_STOP_TOKENS: tl.constexpr,  # power of two >= max_stop_tokens
     TILE_BIAS: tl.constexpr,  # power of two >= max_bias
@@ -271,6 +290,7 @@ def _edit_logits_kernel(
             tl.load(counted_row_ptr + part_index),
             known,
             tl.load(prompt_len_ptr + slot),
+            shard_start,
             part,
             TILE_VOCAB,
         )
@@ -290,7 +310,7 @@ def _edit_logits_kernel(
                 index = tl.arange(0, TILE_BIAS)
                 has_bias = index < tl.minimum(tl.load(num_bias_ptr + slot), max_bias)
                 bias_id_ptr = bias_ids_ptr + slot * stride_bias_ids_slot + index
-                token = tl.load(bias_id_ptr, mask=has_bias, other=-1)
+                token = _in_shard(tl.load(bias_id_ptr, mask=has_bias, other=-1), shard_start)
                 bias_ptr = bias_values_ptr + slot * stride_bias_values_slot + index
                 bias = tl.load(bias_ptr, mask=has_bias, other=0.0)
                 in_part = (token >= first_token) & (token < end_token)
@@ -307,14 +327,16 @@ def _edit_logits_kernel(
                     tl.load(presence_penalty_ptr + slot),
                 )
                 _penalize_part(
-                    logits_row_ptr, counts_row_ptr, drafts_ptr, ahead, penalties, part, TILE_VOCAB
-                )
+                    logits_row_ptr, counts_row_ptr, drafts_ptr, ahead, penalties, shard_start,
+                    part, TILE_VOCAB,
+                )  # fmt: skip
                 tl.debug_barrier()  # masks overwrite penalized logits
             if edits & _MIN_TOKENS:
                 index = tl.arange(0, TILE_STOP_TOKENS)
                 is_short = known + ahead < tl.load(min_total_tokens_ptr + slot)
                 stop_ptr = stop_token_ids_ptr + slot * stride_stop_token_ids_slot + index
                 token = tl.load(stop_ptr, mask=is_short & (index < max_stop_tokens), other=-1)
+                token = _in_shard(token, shard_start)
                 in_part = (token >= first_token) & (token < end_token)
                 tl.store(logits_row_ptr + token, float("-inf"), mask=in_part)
 
@@ -420,6 +442,7 @@ def edit_logits(
     *,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Add biases, apply penalties and mask tokens in each row, as the row's slot asks.
 
@@ -434,6 +457,9 @@ def edit_logits(
         draft_token_ids: [num_reqs, max_drafts] int32, unit last stride: each request has rows /
             num_reqs consecutive rows; the first ``ahead`` drafts count as a row's output. None =
             every row is a request.
+        first_token: a multiple of 32: the logits and ``counts`` are of consecutive tokens, a
+            shard, from this one on; all other tensors are as for the whole vocabulary. None = the
+            logits are of the whole vocabulary.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -445,7 +471,8 @@ def edit_logits(
         safe whatever the slots ask. A slot's first launch with penalties reads its whole history,
         each later launch the tokens appended since.
     """
-    check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, FLOAT_DTYPES)
+    drafts = (ahead, draft_token_ids)
+    check_edit_logits(logits, idx_mapping, history, edits, *drafts, first_token, FLOAT_DTYPES)
     check_launchable("logits", logits)
     num_rows, vocab_size = logits.shape
     if num_rows == 0 or vocab_size == 0:
@@ -461,7 +488,7 @@ def edit_logits(
         edits.counted,
         *with_strides(history.token_ids, 1),
         *(history.num_tokens, history.prompt_len, edits.edits),
-        *with_strides(edits.allowed_mask, 1),
+        *with_strides(shard_masks(edits.allowed_mask, first_token), 1),
         history.min_total_tokens,
         *with_strides(history.late_token_ids, 1),
         *with_strides(edits.bias_ids, 1),
@@ -470,7 +497,7 @@ def edit_logits(
         *(edits.repetition_penalty, edits.frequency_penalty, edits.presence_penalty),
         *with_strides(draft_token_ids, 1),
         *(idx_mapping, ahead, num_rows // num_reqs),
-        *(max_stop_tokens, max_bias, vocab_size, config.part_tiles),
+        *(max_stop_tokens, max_bias, vocab_size, config.part_tiles, first_token),
         TILE_ROWS=triton.next_power_of_2(num_rows // num_reqs),
         TILE_STOP_TOKENS=triton.next_power_of_2(max(max_stop_tokens, 1)),
         TILE_BIAS=triton.next_power_of_2(max(max_bias, 1)),
@@ -484,7 +511,11 @@ def edit_logits(
 
 
 def apply_token_bitmask(
-    logits: torch.Tensor, bitmask: torch.Tensor, *, rows: torch.Tensor | None = None
+    logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Set the logit of every token that a grammar does not allow next to -inf.
 
@@ -495,6 +526,7 @@ def apply_token_bitmask(
             token 32 w + i is allowed.
         rows: [masks] int32, contiguous: the row of logits that each mask is for, less than the
             number of rows, no row twice, not checked; -1 = none. None = mask i is for row i.
+        first_token: as in ``edit_logits``; the bitmask is of the whole vocabulary.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -502,7 +534,7 @@ def apply_token_bitmask(
     Numerics: exact (tier A); all other logits, NaN included, keep their bits.
     Stream: one launch on the current stream (if masks), no synchronisation, CUDA-graph safe.
     """
-    check_token_bitmask(logits, bitmask, rows, FLOAT_DTYPES)
+    check_token_bitmask(logits, bitmask, rows, first_token, FLOAT_DTYPES)
     check_launchable("logits", logits)
     num_masks, vocab_size = bitmask.shape[0], logits.shape[1]
     if num_masks == 0 or vocab_size == 0:
@@ -510,7 +542,7 @@ def apply_token_bitmask(
     config = _config(vocab_size, num_masks)
     _apply_token_bitmask_kernel[(num_masks, config.num_parts(vocab_size))](
         *with_strides(logits, 1),
-        *with_strides(bitmask, 1),
+        *with_strides(shard_masks(bitmask, first_token), 1),
         *(rows, vocab_size, config.part_tiles),
         TILE_VOCAB=config.tile_vocab,
         IS_ALIGNED=_is_aligned(logits),

@@ -20,6 +20,7 @@ from mrv1.kernels.sampling.contracts import (
     check_edit_logits,
     check_token_bitmask,
     check_top_logprobs,
+    shard_masks,
 )
 from mrv1.kernels.sampling.filters import FILTERS, Filters, kept_tokens, only_top_p
 
@@ -33,6 +34,7 @@ def apply_bad_words(
     *,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Mask row by row, all words at once; see :func:`mrv1.kernels.apply_bad_words`."""
     check_bad_words(logits, idx_mapping, history, bad_words, ahead, draft_token_ids, ORACLE_DTYPES)
@@ -57,7 +59,7 @@ def apply_bad_words(
         position = len(tokens) - (lengths - 1) + column  # where each word's tokens would stand
         seen = torch.cat([tokens, tokens.new_zeros(max_len)])[position]
         completes = ((seen == words) | (column >= lengths - 1)).all(1)
-        last = words.gather(1, lengths - 1)[completes].flatten().long()
+        last = words.gather(1, lengths - 1)[completes].flatten().long() - (first_token or 0)
         logits[row, last[(last >= 0) & (last < logits.shape[1])]] = -torch.inf
 
 
@@ -70,12 +72,16 @@ def edit_logits(
     *,
     ahead: torch.Tensor | None = None,
     draft_token_ids: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.edit_logits`; counts anew and leaves ``counts`` unchanged."""
-    check_edit_logits(logits, idx_mapping, history, edits, ahead, draft_token_ids, ORACLE_DTYPES)
-    vocab_size = logits.shape[1]
+    drafts_of = (ahead, draft_token_ids)
+    check_edit_logits(logits, idx_mapping, history, edits, *drafts_of, first_token, ORACLE_DTYPES)
+    vocab_size, first = logits.shape[1], first_token or 0
+    allowed_mask = shard_masks(edits.allowed_mask, first_token)
 
     def in_vocab(ids: torch.Tensor) -> torch.Tensor:
+        ids = ids - first
         return ids[(ids >= 0) & (ids < vocab_size)].long()
 
     for row in (idx_mapping >= 0).nonzero().flatten().tolist():
@@ -87,7 +93,7 @@ def edit_logits(
             drafts = draft_token_ids[row // (len(logits) // len(draft_token_ids))]
             output = torch.cat([output, drafts[: ahead[row]]])
         if used & BIAS:
-            ids = edits.bias_ids[slot, : max(int(edits.num_bias[slot]), 0)].long()
+            ids = edits.bias_ids[slot, : max(int(edits.num_bias[slot]), 0)].long() - first
             is_id = (ids >= 0) & (ids < vocab_size)
             ids, values = ids[is_id], edits.bias_values[slot, : len(ids)][is_id]
             x[ids] = (wide(x[ids]) + values).to(x.dtype)
@@ -101,7 +107,7 @@ def edit_logits(
             y = y - torch.where(num_output > 0, edits.presence_penalty[slot], 0)
             x[seen] = y.to(x.dtype)
         if used & ALLOWED:
-            x.masked_fill_(~_token_bits(edits.allowed_mask[slot], vocab_size), -torch.inf)
+            x.masked_fill_(~_token_bits(allowed_mask[slot], vocab_size), -torch.inf)
         if used & MIN_TOKENS and len(prompt) + len(output) < history.min_total_tokens[slot]:
             x[in_vocab(history.late_token_ids[slot])] = -torch.inf
 
@@ -114,10 +120,15 @@ def _token_bits(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 @counted
 def apply_token_bitmask(
-    logits: torch.Tensor, bitmask: torch.Tensor, *, rows: torch.Tensor | None = None
+    logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    first_token: int | None = None,
 ) -> None:
     """Oracle of :func:`mrv1.kernels.apply_token_bitmask`."""
-    check_token_bitmask(logits, bitmask, rows, ORACLE_DTYPES)
+    check_token_bitmask(logits, bitmask, rows, first_token, ORACLE_DTYPES)
+    bitmask = shard_masks(bitmask, first_token)
     targets = range(len(logits)) if rows is None else rows.tolist()
     for mask, row in zip(bitmask, targets, strict=True):
         if row >= 0:
