@@ -22,41 +22,72 @@ def cases(target: Target) -> list[AotCase]:
         _draw(target, torch.float32, 151_936, filters=False),
         _draw(target, torch.float32, 1000),
         _draw(target, torch.float32, 1 << 24),
-    ]
+        *(case(target, torch.float32, 151_936, ranks=n) for case in (_group_sums, _draw)
+          for n in (2, 8)),
+        _draw(target, torch.float32, 151_936, filters=False, ranks=2),
+    ]  # fmt: skip
 
 
-def _group_sums(target: Target, dtype: torch.dtype, vocab_size: int) -> AotCase:
+def shard_arguments(vocab_size: int, ranks: int, *, first_launch: bool) -> dict[str, object]:
+    """Return what launches get for shards besides tuples of pointers."""
+    size, int32 = group_size(vocab_size), pointer(torch.int32)
+    arguments = {
+        "shard_size": -(-vocab_size // (size * ranks)) * size,
+        "calls_ptr": int32,
+        "stride_sums_call": 256 * -(-vocab_size // size),
+        "RANK": ranks - 1,
+    }
+    if first_launch:
+        return arguments | {"stride_better_call": 256 * 4}
+    return arguments | {"flag_ptrs": (int32,) * ranks, "abort_ptr": int32}
+
+
+def _group_sums(target: Target, dtype: torch.dtype, vocab_size: int, *, ranks: int = 1) -> AotCase:
     config = SampleTokensConfig.default_for(vocab_size)
-    size, float32 = group_size(vocab_size), pointer(torch.float32)
+    size, float32, logits = group_size(vocab_size), pointer(torch.float32), pointer(dtype)
     num_groups = -(-vocab_size // size)
+    name = f"group_sums-{str(dtype).removeprefix('torch.')}-{vocab_size}"
+    memory = (float32, float32, logits, vocab_size)
+    of_shards = {}
+    if ranks > 1:
+        memory = (*((each,) * ranks for each in memory[:3]), 76_032)
+        of_shards = shard_arguments(vocab_size, ranks, first_launch=True)
     return AotCase(
-        name=f"group_sums-{str(dtype).removeprefix('torch.')}-{vocab_size}",
+        name=name if ranks == 1 else f"{name}-{ranks}-ranks",
         kernel=group_sums_kernel,
         args=(
-            *(float32, float32, pointer(dtype), vocab_size, pointer(torch.int32), float32),
+            *(*memory, pointer(torch.int32), float32),
             *(vocab_size, num_groups, -(-num_groups // config.tile_groups)),
         ),
         constexprs={
             "GROUP": size,
             "TILE_GROUPS": config.tile_groups,
             "OVERLAP": target.has_dependent_launch,
+            **of_shards,
         },
         num_warps=config.num_warps,
     )
 
 
-def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool = True) -> AotCase:
+def _draw(
+    target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool = True, ranks: int = 1
+) -> AotCase:
     config = SampleTokensConfig.default_for(vocab_size)
     size = group_size(vocab_size)
     num_groups = -(-vocab_size // size)
     float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
     limited = target.capability is not None and config.draw_registers is not None
     name = f"draw-{str(dtype).removeprefix('torch.')}-{vocab_size}"
+    logits, of_shards = pointer(dtype), {}
+    if ranks > 1:
+        logits = (logits,) * ranks
+        of_shards = shard_arguments(vocab_size, ranks, first_launch=False)
+        name += f"-{ranks}-ranks"
     return AotCase(
         name=name if filters else f"{name}-plain",
         kernel=draw_kernel,
         args=(
-            *(int64, pointer(dtype), vocab_size, float32, float32, float32 if filters else None),
+            *(int64, logits, vocab_size, float32, float32, float32 if filters else None),
             *(config.scratch_size, int32, float32, int64, int32, int32),
             *(int32 if filters else None, vocab_size, num_groups),
         ),
@@ -73,6 +104,7 @@ def _draw(target: Target, dtype: torch.dtype, vocab_size: int, *, filters: bool 
             "NUM_STAGES": config.draw_stages,
             "OVERLAP": target.has_dependent_launch,
             **({"maxnreg": config.draw_registers} if limited else {}),
+            **of_shards,
         },
         num_warps=config.draw_warps,
         parked_bytes=320,  # so that two programs fit an SM; where they are parked is unknown

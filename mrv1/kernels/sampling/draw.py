@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
+from mrv1.kernels._base.peer_flags import meet_peers
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.sampling.groups import scale_of
 from mrv1.kernels.sampling.philox import gumbel, philox_word
@@ -15,6 +16,7 @@ from mrv1.kernels.sampling.search import (
     guess_floor,
     list_groups,
     load_listed,
+    logit_ptrs,
     opaque_zero,
     search_block,
     search_list,
@@ -67,7 +69,8 @@ def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
     """Return a group's token above ``floor``, drawn or the best if greedy, and its logit."""
     token = group * GROUP + tl.arange(0, GROUP)
     in_vocab = token < row.vocab_size
-    x = tl.load(row.logits_ptr + token, mask=in_vocab, other=float("-inf")).to(tl.float32)
+    x_ptr = logit_ptrs(row, token, group * GROUP)
+    x = tl.load(x_ptr, mask=in_vocab, other=float("-inf")).to(tl.float32)
     score = x
     if row.temperature != 0.0:
         token_noise = _gumbel(noise, token, purpose)
@@ -81,9 +84,11 @@ def _draw_token(row, noise, group, floor, purpose, GROUP: tl.constexpr):
 @triton.jit
 def _load_groups(row, group, is_listed, tiles):
     """Return the logits of the groups that are listed, -inf for other groups."""
-    token = group[:, None] * tiles.GROUP + tl.arange(0, tiles.GROUP)[None, :]
+    first = group[:, None] * tiles.GROUP
+    token = first + tl.arange(0, tiles.GROUP)[None, :]
     is_token = is_listed[:, None] & (token < row.vocab_size)
-    x = tl.load(row.logits_ptr + token, mask=is_token, other=float("-inf"))
+    x_ptr = logit_ptrs(row, token, first)
+    x = tl.load(x_ptr, mask=is_token, other=float("-inf"))
     return x.to(tl.float32)
 
 
@@ -173,9 +178,10 @@ def _draw_filtered_group(row, noise, filters, group_max, tiles):
         tl.debug_barrier()
         is_group = few < num_few
         listed = tl.load(row.scratch_ptr + few, mask=is_group, other=0.0).to(tl.int32)
-        token = listed[:, None] * tiles.GROUP + member
+        first = listed[:, None] * tiles.GROUP
+        token = first + member
         x = tl.load(
-            row.logits_ptr + token,
+            logit_ptrs(row, token, first),
             mask=is_group[:, None] & (token < row.vocab_size),
             other=float("-inf"),
         ).to(tl.float32)
@@ -244,6 +250,12 @@ def draw_kernel(
     LISTED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shard_size=None,  # ids of a rank; then logits_ptr is a tuple, and maxima and sums are halves
+    flag_ptrs=None,  # a tuple, as VocabShards.flags; with shard_size
+    calls_ptr=None,  # [2] int32, as VocabShards.calls
+    abort_ptr=None,  # [1] int32
+    stride_sums_call=0,
+    RANK: tl.constexpr = 0,
 ):
     """Grid (num_rows,): one program draws one row's token.
 
@@ -277,6 +289,15 @@ def draw_kernel(
     group = tl.arange(0, TILE_GROUPS)
     group_max_row_ptr = group_max_ptr + row_index * num_groups
     group_sum_row_ptr = group_sum_ptr + row_index * num_groups
+    if shard_size is not None:
+        call = tl.load(calls_ptr + 1)
+        if row_index == 0:
+            tl.store(calls_ptr, call)
+        if meet_peers(flag_ptrs, call, abort_ptr, RANK) == 0:
+            tl.store(out_ptr + row_index, -2)
+            return
+        group_max_row_ptr += (call & 1) * stride_sums_call
+        group_sum_row_ptr += (call & 1) * stride_sums_call
     group_max = tl.load(group_max_row_ptr + group, mask=group < num_groups, other=float("-inf"))
     group_sum = tl.load(group_sum_row_ptr + group, mask=group < num_groups, other=0.0)
     is_bad = group_sum != group_sum
@@ -292,10 +313,14 @@ def draw_kernel(
     scratch_row_ptr = scratch_ptr
     if scratch_ptr is not None:
         scratch_row_ptr += row_index * stride_scratch_row
-    logits_row_ptr = logits_ptr + row_index * stride_logits_row
+    shard_start = None
+    if shard_size is None:
+        logits_row_ptr = logits_ptr + row_index * stride_logits_row
+    else:
+        logits_row_ptr, shard_start = logits_ptr, row_index * stride_logits_row
     row = Row(
         logits_row_ptr, group_max_row_ptr, group_sum_row_ptr, scratch_row_ptr, top, temperature,
-        vocab_size, num_groups,
+        vocab_size, num_groups, shard_size, shard_start,
     )  # fmt: skip
     noise = _Noise(seed, position, child)
     filters = _Filters(k, top_p, min_p)

@@ -23,6 +23,7 @@ from mrv1.kernels.sampling.contracts import (
     shard_masks,
 )
 from mrv1.kernels.sampling.filters import FILTERS, Filters, kept_tokens, only_top_p
+from mrv1.kernels.sampling.shards import VocabShards, check_shards
 
 
 @counted
@@ -314,9 +315,16 @@ def sample_tokens(
     idx_mapping: torch.Tensor | None = None,
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    shards: VocabShards | None = None,
     **filters: Unpack[Filters],
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 except for the noise."""
+    """Oracle of :func:`mrv1.kernels.sample_tokens`, in float64 except for the noise.
+
+    With shards, all ranks' logits have to be there: it does not wait.
+    """
+    if shards is not None:
+        check_shards(logits, shards)
+        logits = shards.whole(slice(len(logits)))
     if prompt_len is not None:
         positions = positions - prompt_len
     of_row = {"temperature": temperature, "seeds": seeds, "positions": positions.long()}

@@ -40,14 +40,14 @@ from typing import Unpack
 
 import torch
 
-from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import overlap_options
 from mrv1.kernels._base.triton import INTERPRET, triton
 from mrv1.kernels.sampling.contracts import group_size
 from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.filters import FILTERS, Filters
-from mrv1.kernels.sampling.groups import padded_groups, sum_groups
+from mrv1.kernels.sampling.groups import padded_groups, second_launch, sum_groups
+from mrv1.kernels.sampling.shards import VocabShards, check_shards
 
 MAX_VOCAB_SIZE = 1 << 24
 """Largest vocabulary; every index within a row fits 32 bits."""
@@ -132,6 +132,7 @@ def sample_tokens(
     idx_mapping: torch.Tensor | None = None,
     prompt_len: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    shards: VocabShards | None = None,
     **filters: Unpack[Filters],
 ) -> torch.Tensor:
     """Return one token id per row: a draw from softmax(logits / temperature), or the argmax.
@@ -148,12 +149,16 @@ def sample_tokens(
         prompt_len: like ``positions``, from which it is subtracted: ``positions`` are then the
             numbers of known tokens, prompt and output. None = 0.
         out: [rows] int64, contiguous, *written* and returned. Allocated if omitted.
+        shards: the logits are ``shards.own(rows)``, float32: this rank's, as each rank calls this
+            with its own. Every rank draws the same tokens, those of one rank with all logits; a
+            call of a rank waits for the others'. None = the logits are of the whole vocabulary.
         **filters: top_k, top_p, min_p, as ``mrv1.kernels.sampling.filters.Filters`` describes
             them; a filter that is None or left out is off in all rows.
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
-        -2 where a row has NaN, or has +inf and is not greedy.
+        -2 where a row has NaN, or has +inf and is not greedy; with shards, -2 in any row if another
+        rank has failed.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -166,7 +171,7 @@ def sample_tokens(
         row 8 bytes per group and, unless all filters are None, 64 KiB and up to 8 bytes per group.
     """
     num_rows, vocab_size = _check(
-        logits, idx_mapping, temperature, out,
+        logits, shards, idx_mapping, temperature, out,
         seeds=seeds, positions=positions, child=child, prompt_len=prompt_len, **filters,
     )  # fmt: skip
     if out is None:
@@ -177,13 +182,16 @@ def sample_tokens(
         config = SampleTokensConfig.for_interpreter(vocab_size)
     else:
         config = SampleTokensConfig.default_for(vocab_size)
-    groups = sum_groups(logits, idx_mapping, temperature, config.tile_groups, config.num_warps)
+    groups = sum_groups(
+        logits, idx_mapping, temperature, config.tile_groups, config.num_warps, shards
+    )
     scratch = None
     if any(value is not None for value in filters.values()):
         scratch = groups.sums.new_empty(num_rows, config.scratch_size)
     draw_kernel[(num_rows,)](
         out,
-        *with_strides(logits, 1),
+        logits if shards is None else shards.logits.parts,
+        logits.stride(0),
         *(groups.maxima, groups.sums, scratch, config.scratch_size),
         *(idx_mapping, temperature, seeds, positions, prompt_len, child),
         *(vocab_size, groups.num_groups),
@@ -198,6 +206,7 @@ def sample_tokens(
         LISTED=config.listed,
         NUM_STAGES=config.draw_stages,
         **config.draw_options(),
+        **({} if shards is None else second_launch(shards)),
         **overlap_options(logits.device),
     )
     return out
@@ -205,6 +214,7 @@ def sample_tokens(
 
 def _check(
     logits: torch.Tensor,
+    shards: VocabShards | None,
     idx_mapping: torch.Tensor | None,
     temperature: torch.Tensor,
     out: torch.Tensor | None,
@@ -213,7 +223,7 @@ def _check(
     """Return the rows and the vocabulary; ``vectors`` are in the order of ``temperature``."""
     check_tensor("logits", logits, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("logits", logits)
-    num_rows, vocab_size = logits.shape
+    num_rows, vocab_size = len(logits), check_shards(logits, shards)
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(
             f"logits: expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, got {vocab_size}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.sampling.groups import shard_ptr
 
 _VALUE_STEPS = tl.constexpr(16)
 """Halvings of the bracket by value; then by the order of floats (keys), which ends within 32."""
@@ -20,7 +21,10 @@ _VALUE_PASSES = tl.constexpr(4)
 
 
 class Row(NamedTuple):
-    """A row to draw from; the pointers point to its first elements."""
+    """A row to draw from; the pointers point to its first elements.
+
+    With shards, ``logits_ptr`` is a tuple of all ranks' pointers to their first row.
+    """
 
     logits_ptr: tl.tensor
     group_max_ptr: tl.tensor
@@ -30,6 +34,8 @@ class Row(NamedTuple):
     temperature: tl.tensor
     vocab_size: tl.tensor
     num_groups: tl.tensor
+    shard_size: tl.tensor  # or None: the logits are of the whole vocabulary
+    shard_start: tl.tensor  # of the row in a shard; or None
 
 
 class Tiles(NamedTuple):
@@ -44,6 +50,19 @@ class Tiles(NamedTuple):
     PIVOTS: tl.constexpr
     LISTED: tl.constexpr
     NUM_STAGES: tl.constexpr
+
+
+@triton.jit
+def logit_ptrs(row, token, of_group):
+    """Return where the logits of tokens are.
+
+    ``of_group``: any token of each token's group, all in one shard, in a shape that broadcasts.
+    """
+    if row.shard_size is None:
+        ptrs = row.logits_ptr + token
+    else:
+        ptrs = shard_ptr(row.logits_ptr, row.shard_size, of_group) + row.shard_start + token
+    return ptrs
 
 
 @triton.jit
@@ -169,8 +188,10 @@ def guess_floor(row, k, tiles):
     """
     few = tl.arange(0, tiles.FEW_GROUPS)
     sampled = few * row.num_groups // tiles.FEW_GROUPS
-    token = sampled[:, None] * tiles.GROUP + tl.arange(0, tiles.GROUP)[None, :]
-    x = tl.load(row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf"))
+    first = sampled[:, None] * tiles.GROUP
+    token = first + tl.arange(0, tiles.GROUP)[None, :]
+    x_ptr = logit_ptrs(row, token, first)
+    x = tl.load(x_ptr, mask=token < row.vocab_size, other=float("-inf"))
     x = x.to(tl.float32)
     num_finite = tl.sum((x > float("-inf")).to(tl.int32))
     share = tiles.FEW_GROUPS * tiles.GROUP / row.vocab_size.to(tl.float32)
@@ -190,7 +211,8 @@ def _load_runs(row, group, run, num_runs, member, tiles):
     first = group * tiles.GROUP + run % RUNS * 128
     token = first[:, :, None, None] + member[None, None, :, :]
     is_token = (run < num_runs)[:, :, None, None] & (token < row.vocab_size)
-    x = tl.load(row.logits_ptr + token, mask=is_token, other=float("-inf"))
+    x_ptr = logit_ptrs(row, token, first[:, :, None, None])
+    x = tl.load(x_ptr, mask=is_token, other=float("-inf"))
     return x.to(tl.float32)
 
 
@@ -362,9 +384,9 @@ def search_row(
             mass = tl.zeros([tiles.PIVOTS, tiles.LANES], tl.float32)
             for first in tl.range(0, row.vocab_size, tiles.LANES, num_stages=tiles.NUM_STAGES):
                 token = first + lane
-                x = tl.load(
-                    row.logits_ptr + token, mask=token < row.vocab_size, other=float("-inf")
-                ).to(tl.float32)
+                x_ptr = logit_ptrs(row, token, token)
+                x = tl.load(x_ptr, mask=token < row.vocab_size, other=float("-inf"))
+                x = x.to(tl.float32)
                 weight = tl.exp2((x - top) * scale)
                 above = x[None, :] > pivot[:, None]
                 num += above.to(tl.int32)
