@@ -227,16 +227,17 @@ def check_token_bitmask(
 
 def check_top_logprobs(
     logits: torch.Tensor,
+    vocab_size: int,
     token_ids: torch.Tensor,
     num_top: int,
     idx_mapping: torch.Tensor | None,
     temperature: torch.Tensor | None,
     row_num_top: torch.Tensor | None,
     dtypes: tuple[torch.dtype, ...],
-) -> tuple[int, int, int]:
-    """Return rows, tokens per row and vocab, or raise as ``top_logprobs`` says."""
+) -> tuple[int, int]:
+    """Return rows and tokens per row, or raise as ``top_logprobs`` says."""
     check_tensor("logits", logits, shape=(None, None), dtype=dtypes, unit_last_stride=True)
-    num_rows, vocab_size = logits.shape
+    num_rows = len(logits)
     if not 1 <= vocab_size <= MAX_LOGPROBS_VOCAB_SIZE:
         raise ValueError(
             f"logits: expected a vocabulary of 1 to {MAX_LOGPROBS_VOCAB_SIZE} tokens, "
@@ -255,4 +256,4 @@ def check_top_logprobs(
         if tensor is not None:
             size = None if idx_mapping is not None else num_rows
             check(name, tensor, shape=(size,), dtype=dtype, contiguous=True)
-    return num_rows, token_ids.shape[1], vocab_size
+    return num_rows, token_ids.shape[1]

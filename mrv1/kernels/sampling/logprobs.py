@@ -25,9 +25,11 @@ import torch
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.peer_flags import meet_peers
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.sampling.contracts import TopLogprobs, check_top_logprobs, group_size
-from mrv1.kernels.sampling.groups import padded_groups, sum_groups
+from mrv1.kernels.sampling.groups import padded_groups, second_launch, shard_ptr, sum_groups
+from mrv1.kernels.sampling.shards import VocabShards, check_asked, check_shards
 
 _ROUND = tl.constexpr(32)  # best tokens found together, in the same number of groups
 _NO_KEY = tl.constexpr(-(2**63))  # below every key: a token or group that is taken
@@ -101,11 +103,26 @@ def _top_logprobs_kernel(
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
     TILE_PARTS: tl.constexpr,  # power of two >= num_parts
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shard_size=None,  # and what follows: as in draw_kernel
+    flag_ptrs=None,
+    calls_ptr=None,
+    abort_ptr=None,
+    stride_sums_call=0,
+    stride_better_call=0,
+    RANK: tl.constexpr = 0,
 ):
     """Grid (num_rows,): one program scores the tokens asked for, then finds the best tokens."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
+    if shard_size is not None:
+        call = tl.load(calls_ptr + 1)
+        if row == 0:
+            tl.store(calls_ptr, call)
+        meet_peers(flag_ptrs, call, abort_ptr, RANK)  # after a failure nobody reads the results
+        group_max_ptr += (call & 1) * stride_sums_call
+        group_sum_ptr += (call & 1) * stride_sums_call
+        num_better_ptr += (call & 1) * stride_better_call
     slot = row
     if idx_mapping_ptr is not None:
         slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
@@ -118,7 +135,8 @@ def _top_logprobs_kernel(
             tl.store(top_logprobs_ptr + row * num_top + i, float("-inf"))
         return
 
-    logits_row_ptr = logits_ptr + row * stride_logits_row
+    if shard_size is None:
+        logits_row_ptr = logits_ptr + row * stride_logits_row
     inverse = _inverse_temperature(temperature_ptr, slot)
     num_found = num_top
     if row_num_top_ptr is not None:
@@ -135,7 +153,11 @@ def _top_logprobs_kernel(
     for column in range(num_tokens):
         token = tl.load(token_ids_ptr + row * stride_token_ids_row + column)
         is_token = (token >= 0) & (token < vocab_size)
-        x = tl.load(logits_row_ptr + token, mask=is_token, other=float("-inf")).to(tl.float32)
+        if shard_size is None:
+            x_ptr = logits_row_ptr + token
+        else:
+            x_ptr = shard_ptr(logits_ptr, shard_size, token) + row * stride_logits_row + token
+        x = tl.load(x_ptr, mask=is_token, other=float("-inf")).to(tl.float32)
         output = row * num_tokens + column
         better_ptr = num_better_ptr + output * num_parts + part
         rank = 1 + tl.sum(tl.load(better_ptr, mask=part < num_parts, other=0), axis=0)
@@ -158,7 +180,12 @@ def _top_logprobs_kernel(
             group_keys = tl.where(group_keys == key, _NO_KEY, group_keys)
         candidate = chosen[:, None] * GROUP + lane
         is_token = (chosen[:, None] >= 0) & (candidate < vocab_size)
-        y = tl.load(logits_row_ptr + candidate, mask=is_token, other=float("-inf"))
+        if shard_size is None:
+            y_ptr = logits_row_ptr + candidate
+        else:
+            y_ptr = shard_ptr(logits_ptr, shard_size, chosen[:, None] * GROUP)
+            y_ptr += row * stride_logits_row + candidate
+        y = tl.load(y_ptr, mask=is_token, other=float("-inf"))
         keys = _keys(y.to(tl.float32), candidate)
         keys = tl.where(is_token & (keys < last), keys, _NO_KEY)
         best_keys = tl.full([_ROUND], _NO_KEY, tl.int64)
@@ -227,6 +254,7 @@ def top_logprobs(
     idx_mapping: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
     row_num_top: torch.Tensor | None = None,
+    shards: VocabShards | None = None,
 ) -> TopLogprobs:
     """Return log-probabilities and ranks of given tokens, and the best tokens of each row.
 
@@ -242,6 +270,8 @@ def top_logprobs(
         temperature: [rows] float32 >= 0, contiguous: divides the logits; 0 (greedy) or None = 1.
         row_num_top: [rows] int32, contiguous: number of best tokens of each row, if fewer than
             ``num_top``; the row's later columns are as in padding rows. None = ``num_top``.
+        shards: as in ``sample_tokens``; the ranks have met since they wrote their logits, in a
+            draw or in a sum over ranks. n is at most ``MAX_ASKED``.
 
     Returns:
         logprobs [rows, n] float32; ranks [rows, n] int64: 1 + the number of tokens with a strictly
@@ -260,9 +290,12 @@ def top_logprobs(
         CUDA-graph safe. Allocates the results, 8 bytes for each 128 logits, and for each token
         asked for 4 bytes per program of its row (of 2048 logits on a GPU).
     """
-    num_rows, num_tokens, vocab_size = check_top_logprobs(
-        logits, token_ids, num_top, idx_mapping, temperature, row_num_top, FLOAT_DTYPES
+    vocab_size = check_shards(logits, shards)
+    num_rows, num_tokens = check_top_logprobs(
+        logits, vocab_size, token_ids, num_top, idx_mapping, temperature, row_num_top, FLOAT_DTYPES
     )
+    if shards is not None:
+        check_asked(num_tokens)
     check_launchable("logits", logits)
     empty = partial(torch.empty, device=logits.device)
     results = TopLogprobs(
@@ -277,12 +310,20 @@ def top_logprobs(
         config = TopLogprobsConfig.for_interpreter(vocab_size)
     else:
         config = TopLogprobsConfig.default_for(vocab_size)
-    num_parts = triton.cdiv(triton.cdiv(vocab_size, group_size(vocab_size)), config.tile_groups)
-    num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
+    if shards is None:
+        num_groups = triton.cdiv(vocab_size, group_size(vocab_size))
+        num_parts = triton.cdiv(num_groups, config.tile_groups)
+        num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
+        num_better_of, of_shards = num_better, {}
+    else:
+        num_groups = shards.shard_size // group_size(vocab_size)
+        num_parts = shards.size * triton.cdiv(num_groups, config.tile_groups)
+        num_better, num_better_of = shards.num_better.own, shards.num_better.parts
+        of_shards = second_launch(shards) | {"stride_better_call": num_better.stride(0)}
     groups = sum_groups(
-        *(logits, idx_mapping, temperature, config.tile_groups, config.num_warps),
+        *(logits, idx_mapping, temperature, config.tile_groups, config.num_warps, shards),
         SUM_GREEDY=True,
-        num_better_ptr=num_better,
+        num_better_ptr=num_better_of,
         token_ids_ptr=token_ids,
         stride_token_ids_row=token_ids.stride(0),
         num_tokens=num_tokens,
@@ -290,7 +331,8 @@ def top_logprobs(
     _top_logprobs_kernel[(num_rows,)](
         *results,
         *(groups.maxima, groups.sums, num_better),
-        *with_strides(logits, 1),
+        logits if shards is None else shards.logits.parts,
+        logits.stride(0),
         *with_strides(token_ids, 1),
         *(idx_mapping, temperature, row_num_top),
         *(num_tokens, num_top, vocab_size, groups.num_groups, num_parts),
@@ -298,6 +340,7 @@ def top_logprobs(
         TILE_GROUPS=padded_groups(vocab_size),
         TILE_PARTS=triton.next_power_of_2(num_parts),
         num_warps=config.num_row_warps,
+        **of_shards,
         **overlap_options(logits.device),
     )
     return results

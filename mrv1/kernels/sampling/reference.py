@@ -23,7 +23,7 @@ from mrv1.kernels.sampling.contracts import (
     shard_masks,
 )
 from mrv1.kernels.sampling.filters import FILTERS, Filters, kept_tokens, only_top_p
-from mrv1.kernels.sampling.shards import VocabShards, check_shards
+from mrv1.kernels.sampling.shards import VocabShards, check_asked, check_shards
 
 
 @counted
@@ -145,11 +145,17 @@ def top_logprobs(
     idx_mapping: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
     row_num_top: torch.Tensor | None = None,
+    shards: VocabShards | None = None,
 ) -> TopLogprobs:
     """Oracle of :func:`mrv1.kernels.top_logprobs`: the whole log-softmax, and a stable sort."""
+    vocab_size = check_shards(logits, shards)
     check_top_logprobs(
-        logits, token_ids, num_top, idx_mapping, temperature, row_num_top, ORACLE_DTYPES
-    )
+        logits, vocab_size, token_ids, num_top, idx_mapping, temperature, row_num_top,
+        ORACLE_DTYPES,
+    )  # fmt: skip
+    if shards is not None:
+        check_asked(token_ids.shape[1])
+        logits = shards.whole(slice(len(logits)))
     x = wide(logits)
     rows = torch.arange(len(x), device=x.device)
     slots = rows if idx_mapping is None else idx_mapping.long()

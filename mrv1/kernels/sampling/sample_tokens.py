@@ -157,7 +157,7 @@ def sample_tokens(
 
     Returns:
         ``out``: ties go to the lowest id; -1 where a row has no token above -inf, and for padding;
-        -2 where a row has NaN, or has +inf and is not greedy; with shards, -2 in any row if another
+        -2 where a row has NaN, or has +inf and is not greedy, and in all rows of shards if another
         rank has failed.
 
     Raises:

@@ -97,6 +97,11 @@ class VocabShards:
         return self.logits.rank
 
     @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.logits.size
+
+    @property
     def shard_size(self) -> int:
         """Ids of a rank, padding included."""
         return self.logits.own.shape[1]
@@ -142,6 +147,7 @@ class VocabShards:
 def check_shards(logits: torch.Tensor, shards: VocabShards | None) -> int:
     """Return the vocabulary's size, or raise unless ``logits`` are the first rows of a shard."""
     if shards is None:
+        check_tensor("logits", logits, shape=(None, None))
         return logits.shape[1]
     num_rows, max_rows = len(logits), len(shards.logits.own)
     if num_rows > max_rows:
@@ -151,3 +157,12 @@ def check_shards(logits: torch.Tensor, shards: VocabShards | None) -> int:
     if logits.data_ptr() != own.data_ptr() or logits.stride() != own.stride():
         raise ValueError("logits: expected shards.own(rows), got another tensor")
     return shards.vocab_size
+
+
+def check_asked(num_tokens: int) -> None:
+    """Raise unless ``top_logprobs`` takes so many tokens of each row of shards."""
+    if num_tokens > MAX_ASKED:
+        raise ValueError(
+            f"token_ids: expected at most {MAX_ASKED} tokens of each row of shards, "
+            f"got {num_tokens}"
+        )
