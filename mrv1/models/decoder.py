@@ -144,6 +144,10 @@ class DecoderModel:
             return logits
         return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
 
+    def compute_shard(self, hidden_rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Write this rank's shard of the logits, ``[rows, vocab_rows]`` float32, padding too."""
+        self._multiply(hidden_rows, self.weights.lm_head, out=out)
+
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Embed the tokens, summed over the ranks, as each has some rows; look up their rope."""
         embed, parallel = self.weights.embed, self._parallel

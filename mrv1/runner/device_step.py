@@ -34,6 +34,7 @@ from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
 from mrv1.runner.kv_listener import HeardStep
 from mrv1.runner.launches import LayersLaunch, SampledReports, SamplingLaunch
+from mrv1.runner.logits import LogitsRows, StepLogits
 from mrv1.runner.logprobs import (
     FILTER_CHUNK,
     LOGITS_CHUNK,
@@ -206,6 +207,9 @@ class DeviceStep:
             shares_prefixes=config.share_prefix_reads,
         )
         limits = _sampler_limits(config, model.config)
+        self.logits = StepLogits(
+            model, self.max_padded_rows, self.max_logits_rows, needs_whole=bool(processors)
+        )
         self.slots = SlotState(
             num_slots, self.fields(config, model.config, head_groups, max_model_len), device
         )
@@ -213,7 +217,11 @@ class DeviceStep:
         self.features = FeatureBuffer(config, model, self.slots)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
-            num_slots, limits, {name: self.slots[name] for name in Sampler.fields(limits)}, ops
+            num_slots,
+            limits,
+            {name: self.slots[name] for name in Sampler.fields(limits)},
+            ops,
+            self.logits.shards,
         )
         self._history = self.state.history()
         num_rows = 2 * num_slots  # a graph may have a decode row and a prompt row for each slot
@@ -288,8 +296,13 @@ class DeviceStep:
 
     @property
     def max_logits_rows(self) -> int:
-        """Most rows of logits that exist at the same time."""
+        """Most rows of logits that exist at the same time, without a graph's padding."""
         return max(self.config.max_num_seqs, LOGITS_CHUNK)
+
+    @property
+    def max_padded_rows(self) -> int:
+        """Most rows of logits, padding included: a graph may have two rows for each slot."""
+        return max(self.max_logits_rows, 2 * self.config.max_num_seqs * self.is_capturable)
 
     def new_kv_cache(self, num_blocks: Sequence[int] | None = None) -> KVCache:
         """Return a cache with these blocks of each head group, None = one; or CapacityError."""
@@ -470,7 +483,7 @@ class DeviceStep:
             if shape.query_len != 1:  # else each row is one token
                 hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
             drawn, reports = self.draw(
-                self.model.compute_logits(hidden),
+                self.logits.compute(hidden),
                 staged.idx_mapping,
                 wanted,
                 masks,
@@ -492,7 +505,7 @@ class DeviceStep:
 
     def draw(
         self,
-        logits: torch.Tensor,
+        logits: LogitsRows,
         idx_mapping: torch.Tensor,
         wanted: Sequence[Wanted] = (),
         masks: TokenMasks | None = None,
@@ -503,42 +516,49 @@ class DeviceStep:
     ) -> tuple[torch.Tensor, list[LogprobReport]]:
         """Return tokens ``[rows]``, one per row of logits, and the requested log-probabilities.
 
-        The logits, ``[rows, vocab]``, are edited in place. ``wanted``, ``masks`` and
-        ``stores_logprobs`` are as in ``sample``, other arguments as in ``Sampler.edit``.
+        The logits are edited in place. ``wanted``, ``masks`` and ``stores_logprobs`` are as in
+        ``sample``, other arguments as in ``Sampler.edit``.
         """
         num_columns = 1 if draft_token_ids is None else 1 + draft_token_ids.shape[1]
         rows = rows_of(wanted, num_columns, self.device) if wanted else slice(0)
-        raw, is_raw = None, self.config.logprobs_mode == "raw_logprobs"
-        if is_raw and wanted and (self.processors or any(each.edits for each in wanted)):
-            raw = logits[rows]  # before they are edited in place
-            raw = raw.clone() if isinstance(rows, slice) else raw
-        unmasked = logits.clone() if stores_logprobs and masks is not None else logits
-        history = self._history
+        is_raw, is_processed = self.config.logprobs_mode == "raw_logprobs", bool(self.processors)
+        reported = None
+        if is_raw and wanted:
+            are_edited = is_processed or any(each.edits for each in wanted)
+            reported = self.logits.keep(logits, rows, are_edited=are_edited)
+        unmasked = logits
+        if stores_logprobs and masks is not None:
+            unmasked = self.logits.keep(logits, slice(None), are_edited=True)
+        history, values = self._history, logits.values
         if masks is not None:
-            self.ops.apply_token_bitmask(logits, masks.bitmask, rows=masks.rows)
+            self.ops.apply_token_bitmask(
+                values, masks.bitmask, rows=masks.rows, first_token=logits.first_token
+            )
         self.sampler.edit(
-            logits, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
+            values, idx_mapping, history, ahead=ahead, draft_token_ids=draft_token_ids
         )
         if self.processors:
-            logits, tokens = self._draw_processed(logits, idx_mapping, ahead)
+            edited, tokens = self._draw_processed(values, idx_mapping, ahead)
+            logits = LogitsRows(edited)
         else:
-            tokens = self.sampler.draw(logits, idx_mapping, history, ahead=ahead)
+            tokens = self.sampler.draw(values, idx_mapping, history, ahead=ahead)
         if stores_logprobs:
             num_top = self.sampler.num_logprobs
             self.logprobs.store(unmasked, tokens, idx_mapping, num_top, self.ops)
         if not wanted:
             return tokens, []
-        reported, slots = logits[rows] if raw is None else raw, idx_mapping[rows]
+        slots = idx_mapping[rows]
 
-        def filtered(part: slice | torch.Tensor) -> torch.Tensor:
-            return self.sampler.filtered(reported[part], slots[part])
+        def filtered(part: slice | torch.Tensor) -> LogitsRows:
+            picked = logits.at(rows).at(part) if isinstance(rows, slice) else logits.at(rows[part])
+            return LogitsRows(self.sampler.filtered(picked.whole(), slots[part]))
 
         return tokens, reports_of(
             wanted,
             tokens[rows],
-            reported.__getitem__ if is_raw else filtered,
+            filtered if reported is None else reported.at,
             self.ops,
-            chunk_rows=len(reported) if is_raw else FILTER_CHUNK,
+            chunk_rows=FILTER_CHUNK if reported is None else len(slots),
         )
 
     def _draw_processed(
@@ -581,7 +601,7 @@ class DeviceStep:
         def draw(start: int, end: int) -> tuple[torch.Tensor, list[LogprobReport]]:
             part = rows[start:end]
             return self.draw(
-                self.model.compute_logits(hidden.index_select(0, part.flatten())),
+                self.logits.compute(hidden.index_select(0, part.flatten()), again=start > 0),
                 idx_mapping[start:end].repeat_interleave(len(ahead)),
                 [
                     replace(each, device_row=each.device_row - start)
@@ -605,7 +625,7 @@ class DeviceStep:
         (report,) = reports_of(
             [part.wanted],
             self.state.slots.token_ids[part.slot, part.following].long(),
-            lambda chunk: self.model.compute_logits(hidden[chunk]),
+            lambda chunk: self.logits.compute(hidden[chunk], again=True),
             self.ops,
             chunk_rows=LOGITS_CHUNK,
         )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from mrv1.kernels.registry import Ops
+from mrv1.runner.logits import LogitsRows
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.step import Int32Array, SlotRequest, StepPlan, TokenLogprobs
 from mrv1.sampler import SamplingParams
@@ -175,7 +176,7 @@ class LogprobRequests:
 def reports_of(
     wanted: Sequence[Wanted],
     drawn: torch.Tensor,
-    logits_of: Callable[[slice | torch.Tensor], torch.Tensor],
+    logits_of: Callable[[slice | torch.Tensor], LogitsRows],
     ops: Ops,
     *,
     chunk_rows: int,
@@ -211,8 +212,8 @@ def reports_of(
 
 
 def _logits_at(
-    logits_of: Callable[[slice | torch.Tensor], torch.Tensor], places: torch.Tensor, part: slice
-) -> torch.Tensor:
+    logits_of: Callable[[slice | torch.Tensor], LogitsRows], places: torch.Tensor, part: slice
+) -> LogitsRows:
     return logits_of(places[part])
 
 
@@ -235,7 +236,7 @@ class LogprobReport:
         cls,
         wanted: Sequence[Wanted],
         drawn: torch.Tensor,
-        logits_of: Callable[[slice], torch.Tensor],
+        logits_of: Callable[[slice], LogitsRows],
         ops: Ops,
         *,
         chunk_rows: int,
@@ -243,7 +244,7 @@ class LogprobReport:
         """Return the log-probabilities, computed with one chunk at a time on the device.
 
         All of ``wanted`` are sorted, or none; ``drawn [rows that ask * positions]`` int64,
-        negative = none; ``logits_of`` returns up to ``chunk_rows`` positions, ``[any, vocab]``.
+        negative = none; ``logits_of`` returns those of up to ``chunk_rows`` positions.
         """
         asked = _asked_ids(wanted).to(drawn.device, non_blocking=True)
         asked = asked.repeat_interleave(len(drawn) // len(wanted), dim=0)
@@ -312,28 +313,33 @@ class LogprobRing:
 
     def store(
         self,
-        logits: torch.Tensor,
+        logits: LogitsRows,
         drawn: torch.Tensor,
         idx_mapping: torch.Tensor,
         num_top: torch.Tensor,
         ops: Ops,
     ) -> None:
-        """Store the log-probabilities of every row of ``logits``, ``[rows, vocab]``.
+        """Store the log-probabilities of every row of ``logits``.
 
         ``drawn [rows]`` int64, negative = none; ``idx_mapping [rows]`` int32 slots, -1 = padding;
         ``num_top [slots]`` int32, the likeliest tokens that each request asks for.
         """
         asked = drawn[:, None]
         logprobs, ranks, top, top_logprobs = ops.top_logprobs(
-            logits, asked, self.num_top, idx_mapping=idx_mapping, row_num_top=num_top
+            logits.values,
+            asked,
+            self.num_top,
+            idx_mapping=idx_mapping,
+            row_num_top=num_top,
+            **logits.of_ranks,
         )
-        top_logits = logits.gather(1, top.clamp(min=0))
+        top_logits = logits.of_tokens(top.clamp(min=0))
         tensors = (asked, ranks, top, logprobs, top_logprobs, top_logits)
         parts = [
             tensor.to(dtype).view(torch.uint8).flatten()
             for tensor, (dtype, _) in zip(tensors, self._parts, strict=True)
         ]
-        torch.cat(parts, out=self._stored[: len(logits) * self._row_bytes])
+        torch.cat(parts, out=self._stored[: len(drawn) * self._row_bytes])
 
     def has(self, wanted: WantedRows) -> bool:
         """Whether ``store`` stores all that these rows ask for."""
@@ -437,11 +443,13 @@ class PackedPosition(TokenLogprobs):
         return array
 
 
-def _of_chunk(ops: Ops, logits: torch.Tensor, by_id: torch.Tensor, num_top: int) -> _Chunk:
+def _of_chunk(ops: Ops, logits: LogitsRows, by_id: torch.Tensor, num_top: int) -> _Chunk:
     """Return token ids, log-probabilities and ranks, ``[rows, ids + num_top]`` each."""
-    num_top = min(num_top, logits.shape[1])
-    logprobs, ranks, top, top_logprobs = ops.top_logprobs(logits, by_id, num_top)
-    falling = -logits.gather(1, top)
+    num_top, logits = min(num_top, logits.vocab_size), logits.for_ids(by_id.shape[1])
+    logprobs, ranks, top, top_logprobs = ops.top_logprobs(
+        logits.values, by_id, num_top, **logits.of_ranks
+    )
+    falling = -logits.of_tokens(top)
     num_greater = torch.searchsorted(falling, falling)  # the likeliest tokens come in order
     return (
         _to_host(torch.cat([by_id, top], dim=1)),
@@ -450,8 +458,9 @@ def _of_chunk(ops: Ops, logits: torch.Tensor, by_id: torch.Tensor, num_top: int)
     )
 
 
-def _of_sorted_chunk(logits: torch.Tensor, by_id: torch.Tensor, num_top: int) -> _Chunk:
+def _of_sorted_chunk(rows: LogitsRows, by_id: torch.Tensor, num_top: int) -> _Chunk:
     """Return what ``_of_chunk`` returns, from a sort of each row."""
+    logits = rows.whole()
     dtype = torch.promote_types(logits.dtype, torch.float32)
     falling, order = logits.sort(dim=1, descending=True, stable=True)
     rising, top = falling.neg_(), order[:, :num_top]

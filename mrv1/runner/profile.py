@@ -128,10 +128,10 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     most = min(step.config.logprobs_limit(limits.vocab_size), limits.vocab_size)
     searched = min(most, MAX_SEARCHED)
     most_ids, searched_ids = tuple(range(most)), tuple(range(searched))
-    with_padding = max(num_rows, 2 * step.config.max_num_seqs) if step.is_capturable else num_rows
+    with_padding = step.max_padded_rows
     rows = torch.zeros(with_padding, dtype=torch.int64, device=device)
     step.draw(
-        step.model.compute_logits(hidden.index_select(0, rows)),
+        step.logits.compute(hidden.index_select(0, rows)),
         torch.full((with_padding,), -1, dtype=torch.int32, device=device),
         [
             Wanted(row, most, most_ids, True, row)
@@ -167,7 +167,7 @@ def warm_up(step: DeviceStep) -> None:
     hidden_size = step.model.config.hidden_size
     rows = torch.zeros(LOGITS_CHUNK, hidden_size, dtype=step.model.dtype, device=step.device)
     for power in range(LOGITS_CHUNK.bit_length()):
-        step.model.compute_logits(rows[: 1 << power])
+        step.logits.compute(rows[: 1 << power], again=True)
     max_drafts = step.config.max_draft_tokens
     if max_drafts:
         drafts = ((0,) * max_drafts, ())

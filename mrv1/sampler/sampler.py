@@ -28,6 +28,7 @@ from mrv1.kernels.sampling.contracts import (
     LogitEdits,
 )
 from mrv1.kernels.sampling.filters import FILTERS, kept_tokens
+from mrv1.kernels.sampling.shards import VocabShards
 from mrv1.sampler.bad_words import TOKENIZATIONS
 from mrv1.sampler.params import SamplingParams, num_likeliest
 
@@ -58,7 +59,8 @@ class Sampler:
 
     The runner, its owner, writes a slot's parameters when a request takes the slot, so that a
     former request's have no effect. ``slots`` are the tensors of ``fields`` by name, ``[slots]``
-    or ``[slots, width]``, made for ``limits``; ``ops`` are for their device.
+    or ``[slots, width]``, made for ``limits``; ``ops`` are for their device. With ``shards``, the
+    logits of ``edit`` and ``draw`` are those of this rank's tokens.
     """
 
     @staticmethod
@@ -85,13 +87,22 @@ class Sampler:
         }
 
     def __init__(
-        self, max_num_reqs: int, limits: SamplerLimits, slots: Mapping[str, torch.Tensor], ops: Ops
+        self,
+        max_num_reqs: int,
+        limits: SamplerLimits,
+        slots: Mapping[str, torch.Tensor],
+        ops: Ops,
+        shards: VocabShards | None = None,
     ) -> None:
         self._ops = ops
+        self._first_token, self._of_ranks, num_tokens = None, {}, limits.vocab_size
+        if shards is not None:
+            self._first_token, self._of_ranks = shards.first_token, {"shards": shards}
+            num_tokens = shards.num_tokens
         self.limits = limits
         self._dtypes = {name: _NUMPY[dtype] for name, (dtype, _) in self.fields(limits).items()}
         words = slots["bad_words"]
-        counts = words.new_zeros(max_num_reqs, limits.vocab_size)
+        counts = words.new_zeros(max_num_reqs, num_tokens)
         self._slots = {
             **slots,
             "bad_words": words.unflatten(1, (-1, limits.bad_words_max_len)),
@@ -186,10 +197,14 @@ class Sampler:
             ahead: ``[rows]`` int64, drafts between the newest known token and the row; None = 0.
             draft_token_ids: ``[requests, max_drafts]`` int32, the drafts of each request.
         """
-        ops = self._ops
+        ops, first = self._ops, self._first_token
         given, drafts = (logits, idx_mapping, history), draft_token_ids
-        ops.apply_bad_words(*given, self._bad_words, ahead=ahead, draft_token_ids=drafts)
-        ops.edit_logits(*given, self._logit_edits, ahead=ahead, draft_token_ids=drafts)
+        ops.apply_bad_words(
+            *given, self._bad_words, ahead=ahead, draft_token_ids=drafts, first_token=first
+        )
+        ops.edit_logits(
+            *given, self._logit_edits, ahead=ahead, draft_token_ids=drafts, first_token=first
+        )
 
     def draw(
         self,
@@ -212,6 +227,7 @@ class Sampler:
             given = {name: slots[rows] for name, slots in given.items()}
             positions = (positions - history.prompt_len)[rows] + ahead
         temperature, seeds = given.pop("temperature"), given.pop("seed")
+        given |= self._of_ranks
         return self._ops.sample_tokens(logits, temperature, seeds, positions, **given)
 
     def filtered(self, logits: torch.Tensor, idx_mapping: torch.Tensor) -> torch.Tensor:

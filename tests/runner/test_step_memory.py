@@ -16,6 +16,7 @@ from mrv1 import CapacityError, EngineConfig, SamplingParams
 from mrv1.kernels import reference
 from mrv1.runner import ModelRunner, device_memory, logprobs, model_runner, profile
 from mrv1.runner import start as runner_start
+from mrv1.runner.logits import LogitsRows
 from mrv1.runner.logprobs import (
     FILTER_BYTES,
     FILTER_CHUNK,
@@ -180,7 +181,7 @@ def test_whole_vocabularies_need_no_more_memory_than_the_profile_step_and_the_bo
     def run() -> None:
         padding = torch.full((num_rows,), -1, dtype=torch.int32)
         wanted = [Wanted(row, VOCAB, ids, True, row) for row in range(num_rows)]
-        step.draw(torch.zeros(num_rows, VOCAB), padding, wanted)
+        step.draw(LogitsRows(torch.zeros(num_rows, VOCAB)), padding, wanted)
         tokens = slice(MAX_LEN - 1)
         step.report_prompt(PromptPart(Wanted(0, VOCAB), tokens, 0, tokens), hidden)
 
@@ -197,7 +198,7 @@ def test_the_padding_of_a_graph_with_prompts_is_profiled(checkpoint, monkeypatch
     step, num_reqs = runner._step, runner.config.max_num_seqs
 
     def run() -> None:
-        logits = torch.zeros(2 * num_reqs, VOCAB)
+        logits = LogitsRows(torch.zeros(2 * num_reqs, VOCAB))
         padding = torch.full((2 * num_reqs,), -1, dtype=torch.int32)
         prompts = range(num_reqs, 2 * num_reqs)
         step.draw(logits, padding, [Wanted(0, MAX_LOGPROBS, device_row=row) for row in prompts])
