@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from benchmarks.measure.timing import WrongResultError, capture, measure
 from mrv1 import kernels
 from mrv1.kernels.sampling.shards import VocabShards
 from mrv1.provenance import provenance
-from mrv1.runner.ranks.symmetric_memory import SymmetricMemory
+from mrv1.runner.ranks.symmetric_memory import NamedGroup, SymmetricMemory
 
 SCHEMA = 1
 LAUNCHES = 20
@@ -56,7 +56,7 @@ class Case:
         temperature = torch.full((num_rows,), options.get("temperature", 1.0), device=device)
         positions = torch.arange(num_rows, device=device)
         self._given = (temperature, positions + 7, positions)
-        self._filters = {
+        self._filters: dict[str, Any] = {
             name: torch.full((num_rows,), options.get(name, off), dtype=dtype, device=device)
             for name, (dtype, off) in FILTERS.items()
             if options.keys() & FILTERS
@@ -111,11 +111,13 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     """Run one rank; rank 0 writes the result."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", options.port, options.ranks, is_master=rank == 0)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", options.port, options.ranks, is_master=rank == 0
+    )
     dist.init_process_group(
         "nccl", store=store, rank=rank, world_size=options.ranks, device_id=device
     )
-    memory = SymmetricMemory(dist.group.WORLD, device)
+    memory = SymmetricMemory(cast("NamedGroup", dist.group.WORLD), device)
     vocab_size, rows = options.vocab_size, options.rows
     shards = VocabShards.allocate(memory, vocab_size, max(rows), device)
     found = []

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -310,20 +311,22 @@ def top_logprobs(
         config = TopLogprobsConfig.for_interpreter(vocab_size)
     else:
         config = TopLogprobsConfig.default_for(vocab_size)
+    of_shards: dict[str, Any] = {}
+    better_of_ranks: torch.Tensor | tuple[torch.Tensor, ...]
     if shards is None:
         num_groups = triton.cdiv(vocab_size, group_size(vocab_size))
         num_parts = triton.cdiv(num_groups, config.tile_groups)
         num_better = empty((num_rows, num_tokens, num_parts), dtype=torch.int32)
-        num_better_of, of_shards = num_better, {}
+        better_of_ranks = num_better
     else:
         num_groups = shards.shard_size // group_size(vocab_size)
         num_parts = shards.size * triton.cdiv(num_groups, config.tile_groups)
-        num_better, num_better_of = shards.num_better.own, shards.num_better.parts
+        num_better, better_of_ranks = shards.num_better.own, shards.num_better.parts
         of_shards = second_launch(shards) | {"stride_better_call": num_better.stride(0)}
     groups = sum_groups(
         *(logits, idx_mapping, temperature, config.tile_groups, config.num_warps, shards),
         SUM_GREEDY=True,
-        num_better_ptr=num_better_of,
+        num_better_ptr=better_of_ranks,
         token_ids_ptr=token_ids,
         stride_token_ids_row=token_ids.stride(0),
         num_tokens=num_tokens,
