@@ -68,7 +68,7 @@ class Case:
 
     def from_gathered(self) -> torch.Tensor:
         """Gather the logits of all ranks, and draw from them."""
-        own, size = self._shards.logits.own[: len(self.whole)], self._shards.size
+        own, size = self._shards.padded(len(self.whole)).contiguous(), self._shards.size
         parts = own.new_empty(size * len(own), own.shape[1])
         dist.all_gather_into_tensor(parts, own)
         logits = torch.cat(parts.chunk(size), dim=1)[:, : self._shards.vocab_size].contiguous()

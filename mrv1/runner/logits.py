@@ -84,10 +84,10 @@ class StepLogits:
         peers, device = model.parallel.peers, model.device
         if peers is None or needs_whole or kernel_path(device) == "reference":
             return
-        shards = VocabShards.allocate(peers, model.config.vocab_size, max_rows, device)
-        self.shards = shards
-        kept = peers.allocate((max_kept, shards.shard_size), torch.float32)
-        self._kept = replace(shards, logits=kept)
+        vocab_size = model.config.vocab_size
+        self.shards = VocabShards.allocate(peers, vocab_size, max_rows, device)
+        kept = VocabShards.allocate_logits(peers, vocab_size, max_kept)
+        self._kept = replace(self.shards, logits=kept)
         self._mark = torch.zeros(1, dtype=torch.float32, device=device)
 
     def compute(self, hidden: torch.Tensor, *, again: bool = False) -> LogitsRows:
@@ -100,7 +100,7 @@ class StepLogits:
             return LogitsRows(self._model.compute_logits(hidden))
         if again:
             self._meet()
-        self._model.compute_shard(hidden, self.shards.logits.own[: len(hidden)])
+        self._model.compute_shard(hidden, self.shards.padded(len(hidden)))
         if again:
             self._meet()
         return LogitsRows(self.shards.own(len(hidden)), self.shards)

@@ -9,6 +9,8 @@ that its peers can read. A call of ``sample_tokens`` or ``top_logprobs`` has two
              memory, and from the ranks that have them the logits of the few groups that it needs
 
 Noise is by token id and a sum is of one group, so the tokens are those of one rank, bit for bit.
+The order of a sum follows from how a warp loads its logits, and that from the alignment of rows:
+rows of a shard are aligned to 64 bytes if those of contiguous whole logits are.
 
 **When memory may be overwritten.** No rank waits for the end of a call. A fast rank may be in the
 first launch of the next call while a slow one still reads in this one, but no further: the second
@@ -48,8 +50,8 @@ class VocabShards:
     vocab_size: int
     """Token ids of all shards."""
     logits: PeerBuffer
-    """[max_rows, shard] float32: rank r has the ids from r * shard on; columns beyond the
-    vocabulary may hold anything."""
+    """[max_rows, >= shard_size] float32: rank r has the ids from r * shard_size on; columns beyond
+    the vocabulary may hold anything."""
     sums: PeerBuffer
     """[2, 2, max_rows * groups] float32: a half for odd and for even calls, of maxima, then
     sums."""
@@ -77,19 +79,24 @@ class VocabShards:
         Raises:
             RuntimeError: as ``PeerMemory.allocate``.
         """
-        size = group_size(vocab_size)
-        num_groups = -(-vocab_size // size)
-        shard_size = -(-num_groups // peers.size) * size
+        num_groups = -(-vocab_size // group_size(vocab_size))
+        shard_size = _shard_size(vocab_size, peers.size)
         num_parts = peers.size * -(-shard_size // _LEAST_TILE)
         return cls(
             vocab_size=vocab_size,
-            logits=peers.allocate((max_rows, shard_size), torch.float32),
+            logits=cls.allocate_logits(peers, vocab_size, max_rows),
             sums=peers.allocate((2, 2, max_rows * num_groups), torch.float32),
             num_better=peers.allocate((2, max_rows * MAX_ASKED * num_parts), torch.int32),
             flags=peers.allocate((peers.size,), torch.int32),
             calls=torch.zeros(2, dtype=torch.int32, device=device),
             abort=peers.abort,
         )
+
+    @staticmethod
+    def allocate_logits(peers: PeerMemory, vocab_size: int, max_rows: int) -> PeerBuffer:
+        """Allocate memory for the logits of ranks; all ranks call this."""
+        width = _shard_size(vocab_size, peers.size) + (8 if vocab_size % 16 else 0)
+        return peers.allocate((max_rows, width), torch.float32)
 
     @property
     def rank(self) -> int:
@@ -104,7 +111,7 @@ class VocabShards:
     @property
     def shard_size(self) -> int:
         """Ids of a rank, padding included."""
-        return self.logits.own.shape[1]
+        return _shard_size(self.vocab_size, self.size)
 
     @property
     def first_token(self) -> int:
@@ -118,7 +125,11 @@ class VocabShards:
 
     def own(self, num_rows: int) -> torch.Tensor:
         """Return this rank's logits of the first rows, [num_rows, num_tokens]."""
-        return self.logits.own[:num_rows, : self.num_tokens]
+        return self.padded(num_rows)[:, : self.num_tokens]
+
+    def padded(self, num_rows: int) -> torch.Tensor:
+        """Return ``own`` with the columns of padding, [num_rows, shard_size]."""
+        return self.logits.own[:num_rows, : self.shard_size]
 
     def at(self, rows: slice) -> Self:
         """Return the shards of some consecutive rows."""
@@ -130,7 +141,7 @@ class VocabShards:
 
         All ranks must have met since they wrote them.
         """
-        parts = [part[rows] for part in self.logits.parts]
+        parts = [part[rows, : self.shard_size] for part in self.logits.parts]
         return torch.cat(parts, dim=1)[:, : self.vocab_size].contiguous()
 
     def of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -142,6 +153,12 @@ class VocabShards:
             values = part[: len(token_ids)].gather(1, place.clamp(0, self.shard_size - 1))
             found = torch.where(is_here, values, found)
         return found
+
+
+def _shard_size(vocab_size: int, num_ranks: int) -> int:
+    """Return the ids of a rank: whole groups, as ``ParallelContext.vocab_rows`` has them."""
+    size = group_size(vocab_size)
+    return -(-vocab_size // (size * num_ranks)) * size
 
 
 def check_shards(logits: torch.Tensor, shards: VocabShards | None) -> int:
