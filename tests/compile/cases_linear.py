@@ -60,6 +60,7 @@ LARGE = (
     Layer(4096, 6144, ("norm",)),
     Layer(4096, 14336, ("norm", "gated")),
     Layer(14336, 4096, ("residual",)),
+    Layer(2048, 4096),  # one of two ranks
 )
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
 

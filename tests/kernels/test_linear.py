@@ -247,6 +247,18 @@ def test_configurations(num_in, num_rows):
     assert vector.tile_rows == vector.num_warps
 
 
+@pytest.mark.parametrize(
+    ("num_in", "num_rows"), [(2048, 4096), (4096, 3072), (7168, 4096), (8192, 5120), (14336, 8192)]
+)
+def test_large_weights_are_cut_into_a_program_for_each_multiprocessor(num_in, num_rows):
+    splits = set()
+    for num_tokens in (2, 17, 33):
+        config = _tile_config(num_tokens, num_in, num_rows)
+        assert 132 <= num_rows // config.tile_rows * config.splits <= 256
+        splits.add(config.splits)
+    assert len(splits) == 1
+
+
 LAYERS = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
 
 

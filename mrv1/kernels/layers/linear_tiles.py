@@ -25,6 +25,9 @@ from mrv1.kernels.layers.linear_registers import CHAIN_IN, Chains
 from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
 from mrv1.kernels.layers.silu import silu
 
+LARGE = 2**23
+"""Weights, by their number, from which the tiles of few tokens are those of large weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileConfig:
@@ -76,13 +79,19 @@ class TileConfig:
           25.2); up to 16 tokens, at once (18.7 us instead of 19.1).
         - Long rows, and weights for more than two programs per multiprocessor, go through a deep
           pipeline of short steps.
+        - Up to 32 tokens large weights take steps of 128 inputs, fewer at a time, and are split
+          wherever that makes up to 256 programs, although a launch more adds them up: 32 tokens
+          of 7168 -> 4096 take 18.7 us in four splits, 28.3 unsplit. Gates and ups of 17 tokens on
+          take tiles of 128 rows, for which the tokens' inputs are read half as often: 4096 -> 2 x
+          7168 takes 31.3 us (64 rows: 33.1; steps of 64: 39.1; the library and silu: 31.5).
         - With more than 64 tokens gates and ups need larger tiles: 14.8 us at 256 instead of 18.3.
           Deterministic calls with the rows of a vocabulary need the largest (206 us, not 272).
         """
         widest = max(16, triton.next_power_of_2(num_in))
         row_tiles = triton.cdiv(num_rows, 64)
         splits = 1
-        if not is_gated and (is_normed or row_tiles < 64):
+        is_large = not deterministic and num_in * num_rows >= LARGE
+        if not is_gated and (is_normed or row_tiles < 64 or (is_large and row_tiles <= 128)):
             wanted = min(8, 256 // row_tiles, num_in // (384 if deterministic else 256))
             splits = 1 << max(0, wanted.bit_length() - 1)
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
@@ -115,6 +124,15 @@ class TileConfig:
                 early_steps=0,
                 num_stages=4 if is_gated else 3,
                 **(common | large),
+            )
+        if is_large and num_tokens <= 32:
+            wide = {"tile_rows": 128, "num_warps": 8} if is_gated and num_tokens > 16 else {}
+            return cls(
+                tile_tokens=tile_tokens,
+                tile_in=128,
+                early_steps=2,
+                num_stages=3,
+                **(common | wide),
             )
         if num_in >= 4096 or row_tiles > 256:
             return cls(
