@@ -19,15 +19,11 @@ from mrv1.kernels.attention.decode.plan import (
     BEHIND,
     MAX_PREFIX_PIECES,
     PREFIX,
-    Item,
 )
 from mrv1.testing.strategies import LayoutCase, RaggedBatch, build_paged_cache
 from tests.kernels.paged_attention import (
-    Result,
     assert_equal,
-    assert_in_budget,
     attention_logits,
-    finite,
     make_plan,
     make_queries,
     permuted,
@@ -35,6 +31,7 @@ from tests.kernels.paged_attention import (
     run_decode,
     small_tiles,
 )
+from tests.kernels.shared_prefixes import check, items_of, plan_of, share
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -63,50 +60,6 @@ def _small():
         yield
 
 
-def _shared(case, parents, offsets=None):
-    """Return the case, all pages finite, whose requests begin with pages of others.
-
-    Request ``r`` gets the first ``columns`` of request ``parent``'s row, with ``parents[r]``
-    ``(parent, columns)``; ``offsets`` are the parts of the row that do so, else all full heads'.
-    """
-    case = finite(case)
-    table = case.block_table.clone()
-    if offsets is None:
-        offsets = {role.table_offset for role in case.layout.roles if role.window < 0}
-    for req, (parent, columns) in enumerate(parents):
-        for offset in offsets:
-            table[req, offset : offset + columns] = table[parent, offset : offset + columns]
-    return replace(case, block_table=table)
-
-
-def _plan(ops, case, q, **options) -> DecodePlan:
-    plan = make_plan(case, q, shares_prefixes=True, **options)
-    for buffer in (plan.items, plan.num_items, plan.arrivals, plan.prefixes):
-        buffer.fill_(-7)
-    ops.plan_decode_attention(case.seq_lens, case.layout, plan, block_table=case.block_table)
-    return plan
-
-
-def _items(plan) -> list[Item]:
-    items = plan.items[: int(plan.num_items), : len(Item._fields)].tolist()
-    return [Item(*item) for item in items]
-
-
-def _exact(case, q, **logits) -> Result:
-    """Return the oracle's result in float64."""
-    if case.scales is None:
-        case = replace(case, k_cache=case.k_cache.double(), v_cache=case.v_cache.double())
-    return run_decode(reference, case, q.double(), **logits)
-
-
-def _check(case, q, plan, **logits) -> Result:
-    got = run_decode(kernels, case, q, plan=plan, **logits)
-    cap = logits.get("logits_soft_cap", 0.0)
-    oracle = run_decode(reference, case, q, **logits)
-    assert_in_budget(got, oracle, _exact(case, q, **logits), case, logits_soft_cap=cap)
-    return got
-
-
 @st.composite
 def shared_cases(draw, dtypes=(torch.float32,), granularities=(None,)):
     """Draw requests of which each begins with some pages of an earlier one, or of none."""
@@ -133,7 +86,7 @@ def shared_cases(draw, dtypes=(torch.float32,), granularities=(None,)):
     )
     columns = st.integers(0, -(-MAX_KEYS // layout.block_size))
     parents = [(draw(st.integers(0, req)), draw(columns)) for req in range(len(lens))]
-    case = _shared(case, parents)
+    case = share(case, parents)
     if kind == "per_head" and draw(st.booleans()):  # one head shares less
         case.block_table[:, 3] = case.block_table[:, 3].roll(1)
     return case
@@ -146,8 +99,8 @@ def shared_cases(draw, dtypes=(torch.float32,), granularities=(None,)):
 def test_the_plan_equals_the_oracle(device, case, group):
     case = case.to(device)
     q = make_queries(case, group)
-    got, want = _plan(kernels, case, q), _plan(reference, case, q)
-    assert _items(got) == _items(want)
+    got, want = plan_of(kernels, case, q), plan_of(reference, case, q)
+    assert items_of(got) == items_of(want)
     assert not got.arrivals[: int(got.num_items)].any()
     assert not got.arrivals[got.max_items :].any()
     assert torch.equal(got.prefixes[:, :2], want.prefixes[:, :2])
@@ -163,8 +116,8 @@ def test_items_cover_every_visible_key_once(device, case, group):
     The pages of a prefix are those of every sharer, and lie before its queries.
     """
     case = case.to(device)
-    plan = _plan(kernels, case, make_queries(case, group))
-    items = _items(plan)
+    plan = plan_of(kernels, case, make_queries(case, group))
+    items = items_of(plan)
     assert len(items) <= plan.max_items
     kinds = [item.kind for item in items]
     assert kinds[: kinds.count(PREFIX)] == [PREFIX] * kinds.count(PREFIX)
@@ -199,9 +152,9 @@ def _conversations(num_reqs, device, *, group=4, shared=128, dtype=torch.float32
     lens = tuple(shared + 1 + (17 * req) % 60 for req in range(num_reqs))
     batch = RaggedBatch(query_lens=(1,) * num_reqs, seq_lens=lens)
     case = build_paged_cache(layout, batch, dtype=dtype)
-    case = _shared(case, [(0, shared // 16)] * num_reqs).to(device)
+    case = share(case, [(0, shared // 16)] * num_reqs).to(device)
     q = make_queries(case, group)
-    return case, q, _plan(kernels, case, q, **options)
+    return case, q, plan_of(kernels, case, q, **options)
 
 
 @pytest.mark.parametrize(("num_reqs", "shared"), [(4, 96), (12, 96)])
@@ -210,18 +163,18 @@ def test_more_shared_prefixes_than_items_of_equal_size(device, num_reqs, shared)
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=MAX_KEYS, max_reqs=num_reqs)
     batch = RaggedBatch(query_lens=(1,) * num_reqs, seq_lens=(2 * shared,) * num_reqs)
     case = build_paged_cache(layout, batch, dtype=torch.float32)
-    case = _shared(case, [(req - req % 2, shared // 16) for req in range(num_reqs)]).to(device)
+    case = share(case, [(req - req % 2, shared // 16) for req in range(num_reqs)]).to(device)
     q = make_queries(case, 4)
-    assert _items(_plan(kernels, case, q)) == _items(_plan(reference, case, q))
+    assert items_of(plan_of(kernels, case, q)) == items_of(plan_of(reference, case, q))
 
 
 @pytest.mark.parametrize(("group", "readers"), [(1, 1), (4, 2), (5, 3), (8, 4), (16, 8)])
 def test_a_shared_prefix_is_read_once_for_as_many_requests_as_fit(device, group, readers):
     _, _, plan = _conversations(16, device, group=group)
-    starts = [item for item in _items(plan) if item.kind == PREFIX and item.first_work == 0]
+    starts = [item for item in items_of(plan) if item.kind == PREFIX and item.first_work == 0]
     assert len(starts) == 2 * readers
     assert plan.sharers == 32 // group
-    assert {item.kind for item in _items(plan)} == {PREFIX, BEHIND}
+    assert {item.kind for item in items_of(plan)} == {PREFIX, BEHIND}
 
 
 def test_prefixes_of_several_prompts_are_told_apart(device):
@@ -229,8 +182,8 @@ def test_prefixes_of_several_prompts_are_told_apart(device):
     case, q, _ = _conversations(8, device)
     parents = [(0, 8), (1, 8), (0, 8), (1, 7), (0, 6), (1, 8), (6, 8), (0, 1)]
     fresh = torch.arange(case.block_table.numel(), device=device).view_as(case.block_table)
-    case = _shared(replace(case, block_table=fresh.to(torch.int32)), parents)
-    plan = _plan(kernels, case, q)
+    case = share(replace(case, block_table=fresh.to(torch.int32)), parents)
+    plan = plan_of(kernels, case, q)
     assert plan.prefixes[:, 0].tolist() == [0, 1, 0, 1, 0, 1, 6, 7]
     assert plan.prefixes[:, 1].tolist() == [3, 3, 3, 3, 3, 3, 0, 0]
     assert plan.prefixes[0, 2:6].tolist() == [0, 2, 4, -1]
@@ -243,7 +196,7 @@ def test_options_and_shapes_that_share_nothing(device):
         other = make_plan(case, q, shares_prefixes=True, **options)
         assert other.sharers == 0
         kernels.plan_decode_attention(case.seq_lens, case.layout, other)
-        assert {item.kind for item in _items(other)} == {APART}
+        assert {item.kind for item in items_of(other)} == {APART}
     assert make_plan(case, q).sharers == 0
     assert make_plan(permuted(case, [0]), q, shares_prefixes=True).sharers == 0
     assert make_plan(case, make_queries(case, 17), shares_prefixes=True).sharers == 0
@@ -269,7 +222,9 @@ def test_few_segments_and_little_to_save_share_nothing(device, monkeypatch):
         monkeypatch.setattr(plan_buffers, "MIN_SAVED", saved * tile_bytes)
         for ops in (kernels, reference):
             case, q, _ = _conversations(9, device, group=2)
-            assert {item.kind for item in _items(_plan(ops, case, q))} | {APART} == kinds | {APART}
+            assert {item.kind for item in items_of(plan_of(ops, case, q))} | {APART} == kinds | {
+                APART
+            }
 
 
 # --- attention ---------------------------------------------------------------------------------
@@ -282,8 +237,8 @@ def test_attention_agrees_with_the_oracle(device, data, group):
     cases = shared_cases(dtypes=dtypes, granularities=[None, None, "token", "head"])
     case = data.draw(cases).to(device)
     q = make_queries(case, group)
-    plan = _plan(kernels, case, q)
-    got = _check(case, q, plan)
+    plan = plan_of(kernels, case, q)
+    got = check(case, q, plan)
     assert not plan.arrivals[plan.max_items :].any()
     assert_equal(run_decode(kernels, case, q, plan=plan), got)
 
@@ -294,17 +249,17 @@ def test_soft_cap_and_logit_sinks_count_once(device, case, data):
     case = case.to(device)
     q = make_queries(case, 2)
     logits = data.draw(attention_logits(q.shape[1], device), label="logits")
-    _check(case, q, _plan(kernels, case, q), **logits)
+    check(case, q, plan_of(kernels, case, q), **logits)
 
 
 @pytest.mark.parametrize("num_reqs", [2, 9, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_prefixes_in_pieces_are_merged(device, num_reqs, dtype):
     case, q, plan = _conversations(num_reqs, device, dtype=dtype)
-    pieces = [item.pieces for item in _items(plan) if item.kind == PREFIX]
+    pieces = [item.pieces for item in items_of(plan) if item.kind == PREFIX]
     assert (max(pieces) > 1) == (num_reqs < 20)
     for _ in range(2):
-        _check(case, q, plan)
+        check(case, q, plan)
         assert not plan.arrivals[: int(plan.num_items)].any()
 
 
@@ -313,7 +268,7 @@ def test_the_order_of_the_batch_changes_rounding_only(device):
     order = [8, 3, 5, 0, 1, 7, 2, 6, 4]
     other = permuted(case, order)
     rows = query_rows(case, order)
-    _check(other, q[rows], _plan(kernels, other, q[rows]))
+    check(other, q[rows], plan_of(kernels, other, q[rows]))
 
 
 # --- errors ------------------------------------------------------------------------------------
