@@ -294,7 +294,11 @@ def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) ->
 @contextmanager
 def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
     """Compile a set while the body runs; ``progress`` shows a bar; a failure is a warning."""
-    compiler = start_compiling(kernels, kernels.config.compile_processes)
+    config = kernels.config
+    num_processes = config.compile_processes
+    if num_processes is None:  # every rank compiles its own
+        num_processes = max(num_cpus() // config.tensor_parallel_size, 1)
+    compiler = start_compiling(kernels, num_processes)
     if compiler is None:
         yield
         return
