@@ -3,7 +3,7 @@
 vLLM keeps one list of blocks for all KV heads of a layer. Here several attention layers with KV
 heads of one kind each replace it, so that vLLM's scheduler frees the blocks that streaming heads
 no longer see. They all have as many KV heads, the greatest common divisor of the numbers of full
-and streaming heads in all layers, so that blocks of all groups have the same bytes.
+and streaming heads in all layers of all ranks, so that blocks of all groups have the same bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, Visible
 from mrv1.integrations.vllm.attention_backend import Mrv1AttentionImpl
+from mrv1.integrations.vllm.head_order import dealt_order
 from mrv1.integrations.vllm.model_options import HEAD_POLICY
 from mrv1.integrations.vllm.streaming_cache import StreamingSpec
 
@@ -33,19 +38,29 @@ class Part(NamedTuple):
 
     seen: Visible
     heads: tuple[int, ...]
-    """KV heads of the decoder layer."""
+    """KV heads of the decoder layer, on this rank."""
+    name: str
+    """The same on every rank that has such a part: vLLM compares layers by their names."""
 
 
-def parts_of(policy: HeadPolicy) -> list[list[Part]]:
-    """Return the parts of each layer, all of one size, heads of the same kind in order."""
-    size = math.gcd(*(count for layer in policy.heads for count in Counter(layer).values()))
+def parts_of(policy: HeadPolicy, rank: int = 0, ranks: int = 1) -> list[list[Part]]:
+    """Return a rank's parts of each layer, all of one size, heads of the same kind in order.
+
+    ``policy`` is that of all ranks, which take its heads in order (``HeadPolicy.slice``).
+    """
+    of_ranks = [policy.slice(each, ranks) for each in range(ranks)]
+    counts = (
+        count for each in of_ranks for layer in each.heads for count in Counter(layer).values()
+    )
+    size = math.gcd(*counts)
     layers = []
-    for layer in policy.heads:
+    for layer in of_ranks[rank].heads:
         parts = []
-        for seen in policy.groups:
+        for kind, seen in enumerate(policy.groups):
             heads = [head for head, each in enumerate(layer) if each == seen]
             parts += [
-                Part(seen, tuple(heads[at : at + size])) for at in range(0, len(heads), size)
+                Part(seen, tuple(heads[at : at + size]), f"part_{kind}_{at // size}")
+                for at in range(0, len(heads), size)
             ]
         layers.append(parts)
     return layers
@@ -84,8 +99,8 @@ class HeadWiseAttention(nn.Module):
         self.register_buffer("order", order, persistent=False)
         self.register_buffer("places", order.argsort(), persistent=False)
         self.parts = nn.ModuleList(
-            self._layer(attn, part, f"{attn.layer_name}.part_{index}", vllm_config)
-            for index, part in enumerate(parts)
+            self._layer(attn, part, f"{attn.layer_name}.{part.name}", vllm_config)
+            for part in parts
         )
 
     @staticmethod
@@ -124,34 +139,53 @@ class HeadWiseAttention(nn.Module):
         return self._arranged(torch.cat(found, dim=-1), self.places)
 
 
-def divide_heads(model: nn.Module, config: VllmConfig) -> bool:
-    """Give the kinds of KV heads of a new model attention layers of their own; False = no policy.
+def divide_heads(model: nn.Module, config: VllmConfig) -> dict[int, tuple[int, ...]] | None:
+    """Give the kinds of KV heads of a new model attention layers of their own; None = no policy.
 
-    ``additional_config`` gets the policy, for vLLM's cache of models. ConfigError: it does not
-    fit.
+    Returns the order of the KV heads of each layer whose weights have to be read in another order
+    than the checkpoint's. ``additional_config`` gets the policy, for vLLM's cache of models.
+    ConfigError: it does not fit.
     """
-    owners: list[Any] = [
-        module
-        for module in model.modules()
+    modules: list[Any] = [*model.modules()]
+    owners = {
+        extract_layer_index(module.attn.layer_name): module
+        for module in modules
         if isinstance(getattr(module, "attn", None), Attention)
-    ]
-    owners.sort(key=lambda module: extract_layer_index(module.attn.layer_name))
-    layers = [module.attn for module in owners]
-    policy = _policy_of(config, layers)
+    }  # of this pipeline stage
+    policy = _policy_of(config)
     if policy is None:
-        return False
-    _check_support(config, layers)
+        return None
+    _check_support(config, [module.attn for module in owners.values()])
     config.additional_config[f"{HEAD_POLICY}_heads"] = policy.heads
-    for module, parts in zip(owners, parts_of(policy), strict=True):
-        module.attn = HeadWiseAttention(module.attn, parts, config)
-    return True
+    ranks = get_tensor_model_parallel_world_size()
+    orders = dealt_order(policy, ranks)
+    dealt = HeadPolicy(
+        tuple(
+            tuple(layer[head] for head in order)
+            for layer, order in zip(policy.heads, orders, strict=True)
+        )
+    )
+    parts = parts_of(dealt, get_tensor_model_parallel_rank(), ranks)
+    windows = [-1] * policy.num_layers
+    for index, module in owners.items():
+        windows[index] = module.attn.sliding_window or -1
+    within = policy.within(windows)
+    for index, module in owners.items():
+        seen = dict(zip(policy.heads[index], within.heads[index], strict=True))
+        own = [part._replace(seen=seen[part.seen]) for part in parts[index]]
+        module.attn = HeadWiseAttention(module.attn, own, config)
+    in_order = tuple(range(policy.num_kv_heads))
+    return {index: order for index, order in enumerate(orders) if order != in_order}
 
 
 def _check_support(config: VllmConfig, layers: list[Attention]) -> None:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(config.parallel_config, name)
-        if size != 1:
-            raise ConfigError(f"{name}: expected 1 with a head policy, got {size}")
+    size = config.parallel_config.tensor_parallel_size
+    for owner, name in ((config.model_config, "quantization"), (config, "lora_config")):
+        if size != 1 and getattr(owner, name) is not None:
+            raise ConfigError(
+                f"{name}: expected None with a head policy and tensor_parallel_size={size}, which "
+                "change the order of heads, got a value"
+            )
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         raise ConfigError(
             "disable_hybrid_kv_cache_manager: expected False with a head policy, got True; blocks "
@@ -165,20 +199,23 @@ def _check_support(config: VllmConfig, layers: list[Attention]) -> None:
         )
 
 
-def _policy_of(config: VllmConfig, layers: list[Attention]) -> HeadPolicy | None:
-    """Return the policy, in which full heads have the windows of their layers; None = none."""
-    num_kv_heads = layers[0].num_kv_heads
+def _policy_of(config: VllmConfig) -> HeadPolicy | None:
+    """Return the policy of the whole model; None = none."""
+    model = config.model_config
+    num_layers, num_kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     path = config.additional_config.get(HEAD_POLICY)
     if path is not None:
         policy: HeadPolicy | None = HeadPolicy.load(path)
     else:
-        hf_config = config.model_config.hf_config.to_dict()
-        policy = HeadPolicy.of_config(hf_config, len(layers), num_kv_heads)
+        policy = HeadPolicy.of_config(model.hf_config.to_dict(), num_layers, num_kv_heads)
     if policy is None:
         return None
-    if policy.num_kv_heads != num_kv_heads:
-        raise ConfigError(
-            f"head_policy: expected {num_kv_heads} KV heads, as the model has, got "
-            f"{policy.num_kv_heads}"
-        )
-    return policy.within([layer.sliding_window or -1 for layer in layers])
+    for what, expected, got in (
+        ("KV heads", num_kv_heads, policy.num_kv_heads),
+        ("layers", num_layers, policy.num_layers),
+    ):
+        if got != expected:
+            raise ConfigError(
+                f"head_policy: expected {expected} {what}, as the model has, got {got}"
+            )
+    return policy

@@ -17,10 +17,14 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.draw_sampler import DrawModelState, check_support
+from mrv1.integrations.vllm.head_order import reordered
 from mrv1.integrations.vllm.head_wise import divide_heads
 from mrv1.integrations.vllm.model_options import HEAD_POLICY, SAMPLER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
     from vllm.config import VllmConfig
 
 SAMPLERS = ("vllm", "mrv1")
@@ -39,13 +43,21 @@ class Mrv1Model:
             check_support(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         self._draws = draws
-        has_policy = divide_heads(self, vllm_config)  # type: ignore[arg-type]
-        if not (has_policy or draws):
+        orders = divide_heads(self, vllm_config)  # type: ignore[arg-type]
+        self._head_orders = orders or {}
+        if orders is None and not draws:
             raise ConfigError(
                 f"additional_config: expected {HEAD_POLICY}, the name of a JSON file that "
                 f"HeadPolicy.save wrote, or {SAMPLER}='mrv1', got neither; without them use "
                 "vLLM's own architecture"
             )
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a checkpoint's tensors, with KV heads as the ranks have them."""
+        names: set[str] = super().load_weights(  # type: ignore[misc]
+            reordered(weights, self._head_orders)
+        )
+        return names
 
     def get_model_state_cls(self) -> type[DefaultModelState]:
         """Return the class by which vLLM's runner asks for a sampler."""

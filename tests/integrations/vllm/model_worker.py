@@ -13,13 +13,18 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    get_pp_group,
+    init_distributed_environment,
+)
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import attention as vllm_attention
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu import attn_utils
@@ -53,12 +58,21 @@ def several_caches_per_layer() -> Iterator[None]:
 
 
 class ModelWorker(WorkerBase):
-    """Runs one of vLLM's models; ``logits`` holds the last row of every step of each request."""
+    """Runs one of vLLM's models; ``logits`` holds the last row of every step of each request.
+
+    Of several pipeline stages the last one has them, and sends its tokens to the others.
+    """
 
     def init_device(self) -> None:
         self.device = CPU
-        init_distributed_environment(1, self.rank, self.distributed_init_method, 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+        parallel = self.vllm_config.parallel_config
+        init_distributed_environment(
+            parallel.world_size, self.rank, self.distributed_init_method, self.rank, "gloo"
+        )
+        ensure_model_parallel_initialized(
+            parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
+        self._output: ModelRunnerOutput | None = None
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         config: VllmConfig = self.vllm_config
@@ -106,7 +120,19 @@ class ModelWorker(WorkerBase):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
-    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        """Compute a step, whose result ``sample_tokens`` returns."""
+        output = self._step(scheduler_output)
+        if not output.req_ids:
+            return output
+        self._output = output
+        return None
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | None:
+        output, self._output = self._output, None
+        return output
+
+    def _step(self, scheduler_output: Any) -> ModelRunnerOutput:
         """Compute a step; requests in the form of vLLM's second runner, resent when preempted."""
         for new in scheduler_output.scheduled_new_reqs:
             self._tokens[new.req_id] = list(new.prefill_token_ids or new.prompt_token_ids)
@@ -127,20 +153,27 @@ class ModelWorker(WorkerBase):
         req_ids.sort(key=lambda req_id: scheduler_output.num_scheduled_tokens[req_id] > 1)
         counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in req_ids]
         firsts = [computed[req_id] for req_id in req_ids]
-        rows = self._forward(req_ids, firsts, counts)
+        rows, stages = self._forward(req_ids, firsts, counts), get_pp_group()
+        drawn = stages.broadcast_object(
+            None if rows is None else rows.argmax(-1).tolist(), src=stages.world_size - 1
+        )
         sampled = []
-        for req_id, first, count, row in zip(req_ids, firsts, counts, rows, strict=True):
+        for index, (req_id, first, count) in enumerate(zip(req_ids, firsts, counts, strict=True)):
             tokens = self._tokens[req_id]
-            sampled.append([int(row.argmax())] if first + count == len(tokens) else [])
+            sampled.append([drawn[index]] if first + count == len(tokens) else [])
             tokens.extend(sampled[-1])
-            self.logits.setdefault(req_id, {})[first + count - 1] = row
+            if rows is not None:
+                self.logits.setdefault(req_id, {})[first + count - 1] = rows[index]
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: row for row, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
         )
 
-    def _forward(self, req_ids: list[str], firsts: list[int], counts: list[int]) -> torch.Tensor:
+    def _forward(
+        self, req_ids: list[str], firsts: list[int], counts: list[int]
+    ) -> torch.Tensor | None:
+        """Return the logits of each request's last token; None = of a later stage."""
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         lens = [first + count for first, count in zip(firsts, counts, strict=True)]
         positions = torch.cat([torch.arange(*ends) for ends in zip(firsts, lens, strict=True)])
@@ -179,7 +212,13 @@ class ModelWorker(WorkerBase):
                 metadata, self.vllm_config, num_tokens=len(positions), slot_mapping=of_layers
             ),
         ):
-            hidden = self.model(input_ids, positions)
+            stages, before = get_pp_group(), None
+            if not stages.is_first_rank:
+                before = IntermediateTensors(stages.recv_tensor_dict())
+            hidden = self.model(input_ids, positions, before)
+            if not stages.is_last_rank:
+                stages.send_tensor_dict(hidden.tensors)
+                return None
             return self.model.compute_logits(hidden[starts[1:].long() - 1])
 
     def take_draft_token_ids(self) -> None:

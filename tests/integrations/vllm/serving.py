@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm.config import (
 )
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from mrv1 import LLM, SamplingParams
@@ -44,9 +46,13 @@ def new_config(
     asynchronous: bool = False,
     model: str | None = None,
     num_blocks: int = 64,
+    ranks: int = 1,
     **cache: Any,
 ) -> VllmConfig:
-    """Return a configuration such as ``vllm serve`` makes, in float64: no near tie can flip."""
+    """Return a configuration such as ``vllm serve`` makes, in float64: no near tie can flip.
+
+    Several ranks are processes of vLLM's multiprocess executor.
+    """
     path = str(checkpoint_dir("tiny")) if model is None else model
     config = VllmConfig(
         model_config=ModelConfig(
@@ -69,7 +75,9 @@ def new_config(
             async_scheduling=asynchronous,
         ),
         parallel_config=ParallelConfig(
-            worker_cls="mrv1.integrations.vllm.Worker", distributed_executor_backend="uni"
+            worker_cls="mrv1.integrations.vllm.Worker",
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
         ),
         device_config=DeviceConfig(device="cpu"),
     )
@@ -88,9 +96,12 @@ class Engine:
             runner: the model runner that the scheduler believes in, which decides in which form
                 preempted requests come back; None = vLLM's choice.
         """
-        self.engine = LLMEngine(config, UniProcExecutor, log_stats=False)
+        is_alone = config.parallel_config.world_size == 1
+        executor = UniProcExecutor if is_alone else MultiprocExecutor
+        self.engine = LLMEngine(config, executor, log_stats=False)
         self.core = self.engine.engine_core.engine_core
-        self.worker: Worker = self.core.model_executor.driver_worker.worker
+        if is_alone:
+            self.worker: Worker = self.core.model_executor.driver_worker.worker
         if runner is not None:
             self.core.scheduler.use_v2_model_runner = runner == 2
         self.outputs: dict[str, Any] = {}
@@ -123,6 +134,11 @@ class Engine:
         while self.engine.has_unfinished_requests() or self.core.batch_queue:
             self.step()
 
+    def on_ranks(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Return what a function of a worker returns on each rank."""
+        found: list[Any] = self.engine.collective_rpc(function)
+        return found
+
     def tokens(self, name: str) -> list[int]:
         return list(self.outputs[name].outputs[0].token_ids)
 
@@ -133,10 +149,10 @@ class Engine:
             self.core.structured_output_manager.clear_backend()
 
 
-def new_llm(**options: Any) -> LLM:
+def new_llm(model: str = "tiny", **options: Any) -> LLM:
     """Return mrv1's own engine, in float64 too."""
     defaults = {"device": "cpu", "dtype": "float64", "num_kv_blocks": 64}
-    return LLM("tiny", **(defaults | {"max_model_len": MAX_MODEL_LEN} | options))
+    return LLM(model, **(defaults | {"max_model_len": MAX_MODEL_LEN} | options))
 
 
 def own_tokens(llm: LLM, prompt: list[int], **params: Any) -> list[int]:

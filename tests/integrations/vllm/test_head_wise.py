@@ -37,6 +37,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from mrv1 import ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible
 from mrv1.integrations.vllm import head_wise, model_options, models, plugin, streaming_cache
+from mrv1.integrations.vllm.head_order import dealt_order, reordered
+from mrv1.integrations.vllm.head_wise import parts_of
 from mrv1.integrations.vllm.streaming_cache import StreamingManager, StreamingSpec
 from tests.integrations.vllm.model_worker import ModelWorker
 from tests.integrations.vllm.serving import Engine
@@ -60,6 +62,8 @@ def new_config(
     *,
     num_blocks: int = 200,
     kv_cache_dtype: str = "auto",
+    ranks: int = 1,
+    stages: int = 1,
 ) -> VllmConfig:
     """Return the configuration for the checkpoint in ``folder`` and a policy."""
     (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
@@ -89,7 +93,8 @@ def new_config(
         ),
         parallel_config=ParallelConfig(
             worker_cls=f"{ModelWorker.__module__}.{ModelWorker.__name__}",
-            distributed_executor_backend="uni",
+            tensor_parallel_size=ranks, pipeline_parallel_size=stages,
+            distributed_executor_backend="uni" if ranks * stages == 1 else "mp",
         ),
         compilation_config=CompilationConfig(custom_ops=["none"]),
         device_config=DeviceConfig(device="cpu"),
@@ -140,7 +145,8 @@ def check(
     """Compare every row of logits that the engine computed for a request."""
     output = engine.tokens(name)
     expected = oracle.logits(prompt + output)
-    (found,) = (rows for id_, rows in engine.worker.logits.items() if id_.startswith(name))
+    logits = engine.on_ranks(lambda worker: worker.logits)[-1]  # of the last pipeline stage
+    (found,) = (rows for id_, rows in logits.items() if id_.startswith(name))
     assert {*range(len(prompt) - 1, len(prompt) + len(output) - 1)} <= {*found}
     for position, row in found.items():
         difference = row.double() - expected[position]
@@ -158,6 +164,33 @@ def test_each_family_sees_what_the_policy_says(tmp_path: Path, family: str):
         engine.add(name, prompt, max_tokens=30)
     engine.finish()
     oracle = Oracle(model, POLICY)
+    for name, prompt in prompts.items():
+        check(engine, name, prompt, oracle)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (POLICY, {"ranks": 2}),
+        (HALF, {"ranks": 2}),
+        (MIXED, {"ranks": 2}),
+        (POLICY, {"stages": 2}),
+        (POLICY, {"ranks": 2, "stages": 2}),
+        (HeadPolicy.full(2, 4), {"stages": 2}),
+    ],
+    ids=["uneven on two ranks", "half on two", "two windows on two", "stages", "both", "full"],
+)
+def test_ranks_and_stages_see_what_the_policy_says(tmp_path: Path, policy, options):
+    model = tiny_checkpoint(tmp_path, "qwen2", **SIZES)
+    engine = Engine(new_config(tmp_path, policy, **options), runner=2)
+    if "stages" not in options:  # with a step in flight, blocks are freed a step later
+        watch_blocks(engine)
+    prompts = {f"r{n}": [(n * 37 + i * i) % 160 for i in range(n)] for n in (3, 61, 90)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, max_tokens=20)
+    engine.finish()
+    oracle = Oracle(model, policy)
     for name, prompt in prompts.items():
         check(engine, name, prompt, oracle)
     engine.close()
@@ -376,17 +409,70 @@ def test_specs_are_registered_also_where_vllms_own_are_not_yet(monkeypatch):
 
 
 def test_parts_have_one_size_and_every_head_once():
-    assert [[part.heads for part in parts] for parts in head_wise.parts_of(HALF)] == [
-        [(2, 3), (0, 1)]
-    ] * 2
+    assert [[part.heads for part in parts] for parts in parts_of(HALF)] == [[(2, 3), (0, 1)]] * 2
     full = HeadPolicy.full(2, 4)
     for policy in (POLICY, MIXED, full):
-        for layer, parts in zip(policy.heads, head_wise.parts_of(policy), strict=True):
+        for layer, parts in zip(policy.heads, parts_of(policy), strict=True):
             assert sorted(head for part in parts for head in part.heads) == [0, 1, 2, 3]
             assert all({layer[head] for head in part.heads} == {part.seen} for part in parts)
-        assert (
-            len({len(part.heads) for parts in head_wise.parts_of(policy) for part in parts}) == 1
+        assert len({len(part.heads) for parts in parts_of(policy) for part in parts}) == 1
+
+
+@given(
+    layers=st.integers(1, 3).flatmap(
+        lambda heads: st.lists(
+            st.lists(st.sampled_from([FULL, NEAR, FAR]), min_size=4 * heads, max_size=4 * heads),
+            min_size=1, max_size=3,
         )
+    ),
+    ranks=st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+def test_ranks_have_as_many_heads_of_a_kind(layers: list[list[Visible]], ranks: int):
+    policy = HeadPolicy(tuple(map(tuple, layers)))
+    heads = range(policy.num_kv_heads)
+    size = len(heads) // ranks
+    for layer, order in zip(policy.heads, dealt_order(policy, ranks), strict=True):
+        assert sorted(order) == [*heads]
+        for kind in {*layer}:
+            counts = [
+                sum(layer[head] == kind for head in order[first : first + size])
+                for first in range(0, len(heads), size)
+            ]
+            if order != (*heads,):
+                assert max(counts) - min(counts) <= 1
+            elif ranks == 1 or len({*layer}) == 1:
+                assert sum(counts) == layer.count(kind)
+            else:  # as few as can be
+                assert max(counts) == -(-layer.count(kind) // ranks)
+
+
+def test_heads_that_several_ranks_have_keep_their_order():
+    assert dealt_order(HALF, 8) == [(0, 1, 2, 3)] * 2
+    assert dealt_order(HALF, 2) == [(2, 0, 3, 1)] * 2
+    assert [parts_of(HALF, rank, 8)[0][0].name for rank in (1, 7)] == ["part_1_0", "part_0_0"]
+
+
+def test_weights_of_heads_are_read_in_their_order():
+    rows = torch.arange(8.0)[:, None] * torch.ones(8, 8)
+    given = {
+        "model.layers.1.self_attn.q_proj.weight": rows,
+        "model.layers.1.self_attn.k_proj.bias": torch.arange(8.0),
+        "model.layers.1.self_attn.o_proj.weight": rows.T,
+        "model.layers.1.self_attn.o_proj.bias": torch.arange(8.0),
+        "model.layers.1.self_attn.q_norm.weight": torch.arange(8.0),
+        "model.layers.0.self_attn.q_proj.weight": rows,
+        "lm_head.weight": rows,
+    }
+    found = dict(reordered(given.items(), {1: (2, 0, 3, 1)}))
+    changed = [*found][:3]
+    order = [4, 5, 0, 1, 6, 7, 2, 3]
+    assert torch.equal(found[changed[0]], rows[order])
+    assert found[changed[1]].tolist() == order
+    assert torch.equal(found[changed[2]], rows[order].T)
+    assert all(torch.equal(found[name], given[name]) for name in [*found][3:])
+    packed = {"model.layers.1.self_attn.qkv_proj.weight": rows}
+    with pytest.raises(ConfigError, match=r"head_policy: expected weights .* got model\.layers"):
+        dict(reordered(packed.items(), {1: (1, 0)}))
 
 
 def test_the_plugin_registers_a_class_for_each_family():
@@ -408,6 +494,13 @@ def test_what_a_head_policy_cannot_run_with_is_refused_by_name(tmp_path: Path, m
     assert refused(new_config(tmp_path)).startswith("additional_config: expected head_policy, ")
     message = refused(new_config(tmp_path, HeadPolicy.full(2, 8)))
     assert message == "head_policy: expected 4 KV heads, as the model has, got 8"
+    for name in ("quantization", "lora_config"):
+        config = new_config(tmp_path, POLICY)
+        config.parallel_config.tensor_parallel_size = 2
+        owner = config.model_config if name == "quantization" else config
+        setattr(owner, name, "fp8")
+        with pytest.raises(ConfigError, match=f"^{name}: expected None with a head policy"):
+            head_wise._check_support(config, [])
     message = refused(new_config(tmp_path, HeadPolicy.full(3, 4)))
     assert message.startswith("head_policy: expected 2 layers")
     config = new_config(tmp_path, POLICY)
