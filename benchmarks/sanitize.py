@@ -301,7 +301,7 @@ def _all_reduce_norm(ops: ModuleType, device: torch.device) -> Outputs:
         residual, normed = _normal(num_tokens, hidden, device=device), torch.empty_like(own)
         ops.all_reduce_norm(
             own, buffers, residual=residual, out=residual, norm_weight=weight, normed_out=normed,
-            prefetch=weight, algorithm=algorithm,
+            algorithm=algorithm,
         )  # fmt: skip
         # In two shots the other rank sends the results of every second tile, of four rows here.
         mine = slice(4) if algorithm == "two_shot" else slice(None)

@@ -87,7 +87,6 @@ def run_calls(op, parallel, calls, hidden, dtype, wire, seed):
             norm_weight=normal((hidden,), dtype, "cpu", seed + 1) if call.norm else None,
             eps=EPS,
             normed_out=normed if call.norm else None,
-            prefetch=partial if call.gap == 0 else None,
             algorithm=call.algorithm,
         )
         assert got is out
@@ -371,7 +370,6 @@ def test_a_kernel_gives_up_when_a_rank_has_ended():
             ValueError,
             r"normed_out: expected shape \[2, 8\], got \[2, 7\]",
         ),
-        ({"prefetch": torch.ones(4, 4).T}, ValueError, r"prefetch: expected a contiguous tensor"),
         ({"algorithm": "ring"}, ValueError, r"algorithm: expected .*, got 'ring'"),
     ],
 )

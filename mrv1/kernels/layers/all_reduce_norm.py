@@ -12,13 +12,17 @@ inverted, and the one pattern that would be 0 then, a NaN, is sent as another Na
     two shots  tiles of rows have owners: every rank sends its partial to the owner, which adds up
                all of them and the residual, and sends the result to all others
 
-Words arrive in a ring of four slots, which a program uses in turn, one for each of its tiles, over
-all calls. In turn n it clears the slot of turn n - 1, then sends the words of turn n + 1 if this
-call has them, and then waits for those of turn n. So no rank sends too early into a slot: one that
-has finished turn n may send the words of turn n + 2, into the slot of turn n - 2. It has received
-words of turn n from every other rank, or from the owner, who had them, and each rank sent these
-after it had cleared the slot of turn n - 2. No call needs a barrier. Programs count their turns on
-the device, each for itself: calls of any sizes follow each other, in CUDA graphs and outside.
+Words arrive in a ring of three slots, which a program uses in turn, one for each of its tiles,
+over all calls. In turn n it sends its words, clears the slot of turn n - 1, and waits for the
+words of turn n. So no rank sends too early into a slot: one that has finished turn n + 1 sends the
+words of turn n + 2 into the slot of turn n - 1. It has received words of turn n + 1 from every
+other rank, or from the owner, who had them, and each rank sent these after it had cleared that
+slot, in turn n. No call needs a barrier. Programs count their turns on the device, each for
+itself: calls of any sizes follow each other, in CUDA graphs and outside.
+
+Two things that cost time on two H200: a prefetch of the next product's weights during the wait (2
+to 9 us a layer of an 8B model, whose products load early themselves), and sending a program's next
+tile before it waits for the last one (16 of 220 us at [4096, 8192], which the link limits).
 
 Sources: NCCL's protocol LL, for data that is its own flag; TensorRT-LLM's Lamport-style
 all-reduce, for a value that means "not yet" instead of flags.
@@ -33,7 +37,6 @@ import torch
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
-from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.contracts import (
     RING_ROWS,
@@ -45,8 +48,8 @@ from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
 POLLS = tl.constexpr(256)
 """Polls between looks at the abort word, which is in host memory: a look takes microseconds."""
-PREFETCH_PROGRAMS = 128
-"""Programs that share a prefetch: with fewer, one program's copies wait for each other."""
+MOST_REGISTERS = 64
+"""Of a thread, with which two programs of 16 warps fit a multiprocessor."""
 ONE_SHOT_BYTES = 512 * 2**10
 """Largest sum of more than two ranks in one shot. Two ranks send as much in one shot as in two."""
 
@@ -125,7 +128,7 @@ def _sum_of(
     return total
 
 
-@triton.jit(do_not_specialize=["num_tokens", "prefetch_bytes", "prefetch_warp_bytes"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _all_reduce_norm_kernel(
     out_ptr,  # [num_tokens, hidden], unit last stride; may be residual
     stride_out_token,
@@ -143,10 +146,6 @@ def _all_reduce_norm_kernel(
     num_tokens,
     hidden,
     eps,
-    num_programs,  # that reduce; all programs prefetch
-    prefetch_ptr,  # see prefetch_part; or None
-    prefetch_bytes,
-    prefetch_warp_bytes,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     RING_SLOTS: tl.constexpr,
@@ -155,17 +154,12 @@ def _all_reduce_norm_kernel(
     TWO_SHOT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= hidden
-    WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (programs,): program p reduces the tiles p, p + num_programs, ... of TILE_ROWS rows."""
+    """Grid (programs,): program p sums the tiles p, p + programs, ... of TILE_ROWS rows."""
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
-    program = tl.program_id(0)
-    if prefetch_ptr is not None:
-        prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
-    if program >= num_programs:
-        return
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
     own_ptr = received_ptrs[RANK]
     WORD: tl.constexpr = own_ptr.dtype.element_ty
     PARTIAL: tl.constexpr = partial_ptr.dtype.element_ty
@@ -177,16 +171,17 @@ def _all_reduce_norm_kernel(
     in_ring = (program * TILE_ROWS + tile_row) * hidden + col
     num_tiles = tl.cdiv(num_tokens, TILE_ROWS)
     turn = tl.load(turn_ptr + program)
-    row = program * TILE_ROWS + tile_row.to(tl.int64)
-    in_tile = (row < num_tokens) & (col < hidden)
-    partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
-    words = _encoded(partial, WORD)
-    _send(
-        *(received_ptrs, turn * stride_slot + RANK * stride_source + in_ring),
-        *(words, in_tile, program % SIZE, RANK, SIZE, TWO_SHOT),
-    )
     for tile in range(program, num_tiles, num_programs):
+        row = tile * TILE_ROWS + tile_row.to(tl.int64)
+        in_tile = (row < num_tokens) & (col < hidden)
+        at_turn = turn * stride_slot + in_ring
         owner = tile % SIZE
+        partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
+        words = _encoded(partial, WORD)
+        _send(
+            *(received_ptrs, RANK * stride_source + at_turn, words, in_tile),
+            *(owner, RANK, SIZE, TWO_SHOT),
+        )
         if residual_ptr is not None:  # loaded before the wait; a result that comes has it already
             residual = tl.load(
                 residual_ptr + row * stride_residual_token + col,
@@ -201,25 +196,7 @@ def _all_reduce_norm_kernel(
         for step in tl.static_range(1, SIZE):
             source = (RANK + step) % SIZE
             tl.store(cleared + source * stride_source, tl.zeros_like(words), mask=col < hidden)
-        next_turn = (turn + 1) % RING_SLOTS
-        next_row = row + num_programs * TILE_ROWS
-        in_next = (next_row < num_tokens) & (col < hidden)
-        next_partial = partial
-        if tile + num_programs < num_tiles:
-            # All threads' clearing comes before all threads' words.
-            tl.debug_barrier()
-            tl.atomic_xchg(turn_ptr + program, next_turn, sem="acq_rel", scope="sys")
-            tl.debug_barrier()
-            next_partial = tl.load(
-                partial_ptr + next_row * stride_partial_token + col, mask=in_next, other=0.0
-            )
-            _send(
-                *(received_ptrs, next_turn * stride_slot + RANK * stride_source + in_ring),
-                *(_encoded(next_partial, WORD), in_next),
-                *((tile + num_programs) % SIZE, RANK, SIZE, TWO_SHOT),
-            )
 
-        at_turn = turn * stride_slot + in_ring
         slot_ptrs = own_ptr + at_turn
         if TWO_SHOT and owner != RANK:
             total = _received(slot_ptrs + owner * stride_source, in_tile, abort_ptr, PARTIAL)
@@ -235,9 +212,10 @@ def _all_reduce_norm_kernel(
                 total = residual.to(tl.float32) + total
         rounded = total.to(OUT)
         if TWO_SHOT and owner == RANK:
+            result = _encoded(rounded.to(PARTIAL), WORD)
             _send(
-                *(received_ptrs, RANK * stride_source + at_turn),
-                *(_encoded(rounded.to(PARTIAL), WORD), in_tile, 0, RANK, SIZE, False),
+                *(received_ptrs, RANK * stride_source + at_turn, result, in_tile),
+                *(owner, RANK, SIZE, False),
             )
         tl.store(out_ptr + row * stride_out_token + col, rounded, mask=in_tile)
         if normed_ptr is not None:
@@ -245,7 +223,12 @@ def _all_reduce_norm_kernel(
             scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
             normed = (x * scale[:, None]).to(OUT).to(tl.float32) * weight.to(tl.float32)
             tl.store(normed_ptr + row * stride_normed_token + col, normed.to(OUT), mask=in_tile)
-        turn, row, in_tile, partial = next_turn, next_row, in_next, next_partial
+        turn = (turn + 1) % RING_SLOTS
+        if tile + num_programs < num_tiles:
+            # All threads' clearing comes before the next words, as it does between two launches.
+            tl.debug_barrier()
+            tl.atomic_xchg(turn_ptr + program, turn, sem="acq_rel", scope="sys")
+            tl.debug_barrier()
     tl.store(turn_ptr + program, turn)
 
 
@@ -259,7 +242,6 @@ def all_reduce_norm(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     normed_out: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
     algorithm: AllReduceAlgorithm | None = None,
 ) -> torch.Tensor:
     """Return ``residual + bias`` plus the sum of the ranks' ``partial``; norm the result.
@@ -280,8 +262,6 @@ def all_reduce_norm(
         eps: added to the mean square.
         normed_out: [tokens, hidden], the result's dtype, unit last stride, *written* with the RMS
             norm of each row of the result.
-        prefetch: contiguous, on partial's device: weights that a later launch reads, prefetched
-            into the L2 cache meanwhile; no launch that may still run writes them.
         algorithm: "one_shot" or "two_shot", see the module; None = by size. Alike on all ranks.
 
     Raises:
@@ -296,7 +276,7 @@ def all_reduce_norm(
     if algorithm not in (None, "one_shot", "two_shot"):
         raise ValueError(f"algorithm: expected None, 'one_shot' or 'two_shot', got {algorithm!r}")
     dtype = _check(partial, buffers, bias, residual, out)
-    _check_norm(partial, dtype, norm_weight, normed_out, prefetch)
+    _check_norm(partial, dtype, norm_weight, normed_out)
     if out is None:
         out = torch.empty(partial.shape, dtype=dtype, device=partial.device)
     num_tokens, hidden = partial.shape
@@ -312,16 +292,14 @@ def all_reduce_norm(
     num_programs = min(triton.cdiv(num_tokens, tile_rows), RING_ROWS // tile_rows)
     if algorithm is None:
         algorithm = algorithm_for(size, num_tokens * hidden * partial.itemsize)
-    grid = max(num_programs, PREFETCH_PROGRAMS if prefetch is not None else 0)
-    _all_reduce_norm_kernel[(grid,)](
+    _all_reduce_norm_kernel[(num_programs,)](
         *with_strides(out, 1),
         *with_strides(normed_out, 1),
         *(received.parts, buffers.turn),
         *with_strides(partial, 1),
         *with_strides(residual, 1),
         *(bias, norm_weight, buffers.abort),
-        *(num_tokens, hidden, eps, num_programs),
-        **prefetch_arguments(prefetch, partial.device, grid * config.num_warps),
+        *(num_tokens, hidden, eps),
         RANK=received.rank,
         SIZE=size,
         RING_SLOTS=RING_SLOTS,
@@ -330,11 +308,21 @@ def all_reduce_norm(
         TWO_SHOT=algorithm == "two_shot" and size > 1,
         TILE_ROWS=tile_rows,
         TILE_DIM=tile_dim,
-        WARPS=config.num_warps,
         num_warps=config.num_warps,
+        **register_options(partial.device, size),
         **overlap_options(partial.device),
     )
     return out
+
+
+def register_options(device: torch.device, size: int) -> dict[str, int]:
+    """Return the limit of a thread's registers with which two programs fit a multiprocessor.
+
+    On two H200 [256, 8192] takes 16.9 us with it, and 18.1 without, where a third of the programs
+    starts late. The sums of more ranks have more registers, which the limit would spill.
+    """
+    has_limit = size == 2 and device.type == "cuda" and torch.version.hip is None
+    return {"maxnreg": MOST_REGISTERS} if has_limit else {}
 
 
 def algorithm_for(size: int, num_bytes: int) -> AllReduceAlgorithm:
@@ -370,7 +358,6 @@ def _check_norm(
     dtype: torch.dtype,
     norm_weight: torch.Tensor | None,
     normed_out: torch.Tensor | None,
-    prefetch: torch.Tensor | None,
 ) -> None:
     """Raise unless the arguments are as ``all_reduce_norm`` says."""
     if (norm_weight is None) != (normed_out is None):
@@ -380,5 +367,3 @@ def _check_norm(
         check = bind(check_tensor, dtype=dtype, device=partial.device)
         check("norm_weight", norm_weight, shape=partial.shape[1:], contiguous=True)
         check("normed_out", normed_out, shape=partial.shape, unit_last_stride=True)
-    if prefetch is not None:
-        check_tensor("prefetch", prefetch, device=partial.device, contiguous=True)

@@ -17,7 +17,7 @@ Activation = Literal["silu_and_mul"]
 AllReduceAlgorithm = Literal["one_shot", "two_shot"]
 """How ``all_reduce_norm`` sums."""
 
-RING_SLOTS = 4
+RING_SLOTS = 3
 """Turns of a program of ``all_reduce_norm`` whose words have places of their own."""
 RING_ROWS = 256
 """Rows of a slot: as many are under way at once. 256 programs of 16 warps run at the same time on

@@ -168,7 +168,6 @@ def all_reduce_norm(
     norm_weight: torch.Tensor | None = None,
     eps: float = 1e-6,
     normed_out: torch.Tensor | None = None,
-    prefetch: torch.Tensor | None = None,
     algorithm: AllReduceAlgorithm | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.all_reduce_norm`; PeerError if ``buffers.abort`` is set."""
