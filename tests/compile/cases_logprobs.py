@@ -9,7 +9,7 @@ from mrv1.kernels.sampling.contracts import group_size
 from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.logprobs import TopLogprobsConfig, _top_logprobs_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
-from tests.compile.cases_sampling import shard_arguments
+from tests.compile.cases_sampling import shard_arguments, shard_stride
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,7 +39,7 @@ def _top_logprobs(
         second = shard_arguments(vocab_size, ranks, first_launch=False)
         second |= {"stride_better_call": 1024}
         sums, better, logits = ((each,) * ranks for each in (sums, better, logits))
-        stride = first["shard_size"]
+        stride = shard_stride(vocab_size, ranks)
     overlap = {"OVERLAP": target.has_dependent_launch}
     return [
         AotCase(

@@ -9,6 +9,8 @@ from mrv1.kernels.sampling.draw import draw_kernel
 from mrv1.kernels.sampling.filters import FILTERS
 from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
+from mrv1.kernels.sampling.shards import VocabShards
+from mrv1.runner.stand_in_ranks import StandInPeers
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -16,16 +18,22 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def cases(target: Target) -> list[AotCase]:
     return [
-        *(_group_sums(target, dtype, 151_936) for dtype in DTYPES),
-        _group_sums(target, torch.float32, 1 << 24),
+        *(group_sums(target, dtype, 151_936) for dtype in DTYPES),
+        group_sums(target, torch.float32, 1 << 24),
         *(_draw(target, dtype, 151_936) for dtype in DTYPES),
         _draw(target, torch.float32, 151_936, filters=False),
         _draw(target, torch.float32, 1000),
         _draw(target, torch.float32, 1 << 24),
-        *(case(target, torch.float32, 151_936, ranks=n) for case in (_group_sums, _draw)
+        *(case(target, torch.float32, 151_936, ranks=n) for case in (group_sums, _draw)
           for n in (2, 8)),
         _draw(target, torch.float32, 151_936, filters=False, ranks=2),
     ]  # fmt: skip
+
+
+def shard_stride(vocab_size: int, ranks: int) -> int:
+    """Return the elements between two rows of a shard."""
+    peers = StandInPeers(0, ranks, torch.device("meta"))
+    return VocabShards.allocate_logits(peers, vocab_size, 1).own.stride(0)
 
 
 def shard_arguments(vocab_size: int, ranks: int, *, first_launch: bool) -> dict[str, object]:
@@ -42,7 +50,7 @@ def shard_arguments(vocab_size: int, ranks: int, *, first_launch: bool) -> dict[
     return arguments | {"flag_ptrs": (int32,) * ranks, "abort_ptr": int32}
 
 
-def _group_sums(target: Target, dtype: torch.dtype, vocab_size: int, *, ranks: int = 1) -> AotCase:
+def group_sums(target: Target, dtype: torch.dtype, vocab_size: int, *, ranks: int = 1) -> AotCase:
     config = SampleTokensConfig.default_for(vocab_size)
     size, float32, logits = group_size(vocab_size), pointer(torch.float32), pointer(dtype)
     num_groups = -(-vocab_size // size)
@@ -50,7 +58,7 @@ def _group_sums(target: Target, dtype: torch.dtype, vocab_size: int, *, ranks: i
     memory = (float32, float32, logits, vocab_size)
     of_shards = {}
     if ranks > 1:
-        memory = (*((each,) * ranks for each in memory[:3]), 76_032)
+        memory = (*((each,) * ranks for each in memory[:3]), shard_stride(vocab_size, ranks))
         of_shards = shard_arguments(vocab_size, ranks, first_launch=True)
     return AotCase(
         name=name if ranks == 1 else f"{name}-{ranks}-ranks",
@@ -78,16 +86,16 @@ def _draw(
     float32, int32, int64 = map(pointer, (torch.float32, torch.int32, torch.int64))
     limited = target.capability is not None and config.draw_registers is not None
     name = f"draw-{str(dtype).removeprefix('torch.')}-{vocab_size}"
-    logits, of_shards = pointer(dtype), {}
+    logits, stride, of_shards = pointer(dtype), vocab_size, {}
     if ranks > 1:
-        logits = (logits,) * ranks
+        logits, stride = (logits,) * ranks, shard_stride(vocab_size, ranks)
         of_shards = shard_arguments(vocab_size, ranks, first_launch=False)
         name += f"-{ranks}-ranks"
     return AotCase(
         name=name if filters else f"{name}-plain",
         kernel=draw_kernel,
         args=(
-            *(int64, logits, vocab_size, float32, float32, float32 if filters else None),
+            *(int64, logits, stride, float32, float32, float32 if filters else None),
             *(config.scratch_size, int32, float32, int64, int32, int32),
             *(int32 if filters else None, vocab_size, num_groups),
         ),

@@ -11,12 +11,18 @@ from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_qkv import cases as qkv_cases
+from tests.compile.cases_sampling import group_sums
 from tests.compile.cases_step import cases as step_cases
 
 LOADS = (
     r"\b(?:ld(?:\.\w+)*\.global\S*|(?:global|buffer)_load_\w+ .*|s_load_dword (?!.* 0x[1-9]).*)"
 )
 CONVERSIONS = r"\bcvt\.\S*e4m3\S*"
+SUMS = (
+    r"(?:\bld\.global(?:\.\w+)*?\.|shfl\.sync\.bfly\.b32.*, )"
+    r"(v[24]\.b32|b32|\d+(?=, 31, -1;))"
+)
+"""Widths of loads, and the distances of lanes that add up."""
 SHUFFLES = r"shfl\.sync\.bfly\.b32.*, (\d+), 31, -1;"
 
 
@@ -26,7 +32,22 @@ def cases(target: Target) -> list[AotCase]:
         write = next(case for case in qkv_cases(target) if case.name == wanted)
         return [replace(write, pattern=CONVERSIONS)]
     fetch = next(case for case in step_cases(target) if case.name == "fetch_upload")
-    return [replace(fetch, pattern=LOADS), *(_rms_norms(target) if target.capability else [])]
+    return [
+        replace(fetch, pattern=LOADS),
+        *(_rms_norms(target) + _group_sums(target) if target.capability else []),
+    ]
+
+
+def _group_sums(target: Target) -> list[AotCase]:
+    """Sums of groups of whole logits and of shards, in rows that are aligned and not."""
+    return [
+        replace(case, pattern=SUMS)
+        for vocab_size in (151_936, 1000)
+        for case in (
+            group_sums(target, torch.float32, vocab_size),
+            group_sums(target, torch.float32, vocab_size, ranks=2),
+        )
+    ]
 
 
 def _rms_norms(target: Target) -> list[AotCase]:

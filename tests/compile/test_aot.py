@@ -172,6 +172,15 @@ def test_a_norm_adds_up_its_squares_in_one_order():
     assert set(map(tuple, norms.values())) == {("1", "1")}  # 2 rows of a thread, 4 + 4 columns
 
 
+@pytest.mark.parametrize("vocab", [151_936, 1000])
+def test_a_group_of_a_shard_is_summed_as_one_of_whole_logits(vocab):
+    """Whether rows are aligned or not, the same threads add up the same logits."""
+    found = _instructions("sm_90")
+    whole, shard = (found[f"group_sums-float32-{vocab}{ranks}"] for ranks in ("", "-2-ranks"))
+    assert whole.count("v4.b32" if vocab == 151_936 else "b32") > 3
+    assert [each for each in shard if each != "b32"] == [each for each in whole if each != "b32"]
+
+
 def test_sm_89_encodes_fp8_with_one_rounding():
     """Triton's own cast goes through float16 there before 3.9, and rounds twice."""
     ((name, conversions),) = _instructions("sm_89").items()
