@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import signal
 import socket
 import struct
@@ -311,6 +312,56 @@ def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):
     with pytest.raises(RuntimeError, match=r"rank 1: not ready within 0\.1 s after rank 0"):
         make_llm(checkpoint)
     assert not is_alive(pids[0])
+
+
+def open_files() -> list[str]:
+    """Return what this process has open, but for pipes: gloo keeps one for ever."""
+    gc.collect()
+    links = Path("/proc/self/fd").iterdir()
+    found = [os.readlink(link) for link in links if link.exists() or link.is_symlink()]
+    return [name.partition(":")[0] for name in found if not name.startswith("pipe:")]
+
+
+def generate_until_it_fails(checkpoint: Path) -> None:
+    with make_llm(checkpoint) as llm:
+        while True:
+            (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY)
+            if output.error is not None:
+                raise output.error
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))]
+)
+def test_a_rank_that_is_killed_or_stopped_at_any_time_ends_the_engine(
+    checkpoint, monkeypatch, number, seed
+):
+    """In its start or in a step: with an error that names it, and nothing is left."""
+    monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 2.0)
+    monkeypatch.setattr(processes, "START_SECONDS", 15.0)
+    pids, start = [], processes.Member.start
+
+    def struck(told):
+        member = start(told)
+        pids.append(member.process.pid)
+        delay = random.Random(seed).uniform(0, 8)
+        threading.Timer(delay, os.kill, (member.process.pid, number)).start()
+        return member
+
+    before = len(open_files())
+    monkeypatch.setattr(processes.Member, "start", struck)
+    with pytest.raises(RuntimeError, match=r"tensor_parallel_size: .*|rank 1: ") as caught:
+        generate_until_it_fails(checkpoint)
+    message = str(caught.value)
+    assert "rank 1: " in message
+    assert ("SIGKILL" in message) == (number == signal.SIGKILL)
+    if isinstance(caught.value, StepError):
+        assert message.startswith("step ")
+        assert caught.value.device_lost
+    assert not is_alive(pids[0])
+    del caught
+    assert len(open_files()) == before
 
 
 @pytest.mark.full

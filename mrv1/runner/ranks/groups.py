@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -168,6 +169,8 @@ class Nccl:
         symmetric = PrefixStore("symmetric_memory", store)
         _SymmetricMemory.set_group_info(name, self._rank, self._size, symmetric)
         self._group = group
+        # At the end of the program the other ranks are gone, and NCCL would wait for them.
+        self._finalizer = weakref.finalize(self, keep_for_ever, (nccl, group))
 
     def abort(self) -> None:
         """End the kernels that wait for another rank; no collective works afterwards."""
@@ -179,6 +182,7 @@ class Nccl:
     def close(self) -> None:
         """Close the connections; no CUDA graph that captured a collective may be left."""
         if self._group is not None:
+            self._finalizer.detach()
             from torch._C._distributed_c10d import _unregister_process_group
 
             _unregister_process_group(self._group.group_name)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mrv1.device import reach_each_other
+from mrv1.forks import keep_for_ever
+from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
 from mrv1.runner.ranks.groups import Gloo, Group, Nccl
 from mrv1.runner.ranks.symmetric_memory import SymmetricMemory
@@ -55,7 +57,8 @@ class Links:
         timeout: float,
     ) -> None:
         device, size = devices[rank], len(devices)
-        self.store, self._meet = store, meet
+        self._store: TCPStore | None = store
+        self._meet = meet
         self.group: Group
         self.memory: SymmetricMemory | None = None
         """None = ranks reach no memory of each other, and have the collectives alone."""
@@ -77,7 +80,9 @@ class Links:
     def connect(self) -> None:
         """Wait for the other ranks, which have to call this too, and connect to them."""
         self._meet()
-        self.group.connect(self.store)
+        if self._store is None:
+            raise PeerError("links: expected open ones, got some that were closed")
+        self.group.connect(self._store)
 
     def describe(self) -> str:
         """Return by what the ranks reach each other."""
@@ -93,6 +98,11 @@ class Links:
         self.group.abort()
 
     def close(self) -> None:
-        """Close the links, once no CUDA graph of this rank is left."""
+        """Close the links, once no CUDA graph of this rank is left; harmless when repeated."""
         self.group.close()
-        self.memory = None
+        self.memory = self._store = None  # the store's port closes with it
+
+    def leave(self) -> None:
+        """Leave the links to the parent of this process, a forked child."""
+        keep_for_ever(self._store)
+        self.group.leave()

@@ -24,7 +24,7 @@ import torch
 from mrv1.config import EngineConfig
 from mrv1.environment import child_environment
 from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
-from mrv1.forks import keep_for_ever, tell_of_forks
+from mrv1.forks import tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
@@ -174,9 +174,8 @@ class Ranks:
         has_processors: bool,
     ) -> None:
         size = len(devices)
-        self.links = Links(
-            0, devices, open_store(0, size), meet=self.await_ready, timeout=TIMEOUT_SECONDS
-        )
+        store = open_store(0, size)
+        self.links = Links(0, devices, store, meet=self.await_ready, timeout=TIMEOUT_SECONDS)
         self.memory = SharedHostMemory(os.memfd_create("mrv1-ranks"), devices[0])
         """Where this rank writes uploads for the kernels of all."""
         self._mailbox = Mailbox(self.memory.zeros(mailbox_words(size)))
@@ -194,7 +193,7 @@ class Ranks:
                 config=config,
                 head_policy=head_policy,
                 has_processors=has_processors,
-                port=self.links.store.port,
+                port=store.port,
                 memory=self.memory.file_descriptor,
                 num_threads=num_threads,
                 timeout=TIMEOUT_SECONDS,
@@ -313,8 +312,7 @@ class Ranks:
         for member in self._members:
             member.leave()
         self.memory.leave()
-        keep_for_ever(self.links.store)
-        self.links.group.leave()
+        self.links.leave()
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """End all ranks and wait, ``seconds`` before each is killed; harmless when repeated."""
