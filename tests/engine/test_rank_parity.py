@@ -5,7 +5,6 @@ Float64 rounds too little to flip a choice, so that tokens are equal; the ranks 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -33,7 +32,7 @@ from tests.models.vision_families import (
     random_vision_model,
     tiny_vision_config,
 )
-from tests.rank_listeners import HEARD, counting
+from tests.rank_helpers import HEARD, Evens, counting
 from tests.thread_ranks import ThreadRanks
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -60,25 +59,6 @@ CASES: dict[str, dict[str, Any]] = {
     "vision": {},
 }
 """Options, by name."""
-
-
-class Evens:
-    """A grammar of even tokens, which cannot be pickled; also its own matcher."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def matcher(self) -> Evens:
-        return self
-
-    def fill_bitmask(self, bitmask: np.ndarray) -> None:
-        bitmask.fill(0x55555555)
-
-    def accept(self, token_id: int) -> bool:
-        return token_id % 2 == 0
-
-    def is_finished(self) -> bool:
-        return False
 
 
 class Op(NamedTuple):

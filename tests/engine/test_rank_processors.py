@@ -2,52 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from mrv1 import LLM, LogitsContext, SamplingParams, StepError
+from mrv1 import LLM, SamplingParams, StepError
 from mrv1.engine.outputs import RequestOutput
 from mrv1.runner.ranks import parallel_runner
 from tests.models.families import tiny_checkpoint
+from tests.rank_helpers import Shift
 from tests.thread_ranks import ThreadRanks
 
 VOCAB = 163
 PROMPTS = [[5, 9, 23, 41, 77] * 6, [11] * 20, [7, 8, 9, 7, 8, 9, 7]]
-
-
-class Shift:
-    """Requests with a top_k of 77 draw the token before, plus 1; it cannot be pickled."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._slots: dict[int, bool] = {}
-        self.shapes: set[tuple[int, ...]] = set()
-        self.fails_at: int | None = None
-        """Call of ``apply`` that raises."""
-        self.num_calls = 0
-
-    def add_request(self, slot: int, params: SamplingParams, token_ids: np.ndarray) -> None:
-        if params.top_k == 13:
-            raise KeyError("unlucky")
-        self._slots[slot] = params.top_k == 77
-
-    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        self.shapes.add(tuple(logits.shape[1:]))
-        self.num_calls += 1
-        if self.num_calls == self.fails_at:
-            raise KeyError("out of luck")
-        history = context.history
-        for row, slot in enumerate(context.idx_mapping.tolist()):
-            if slot >= 0 and self._slots[slot]:
-                last = int(history.token_ids[slot, int(history.num_tokens[slot]) - 1])
-                logits[row] = -torch.inf
-                logits[row, (last + 1) % logits.shape[1]] = 0.0
-        return logits
 
 
 def params(top_k: int = 0, **more: object) -> SamplingParams:
