@@ -88,7 +88,7 @@ class StepLogits:
         self.shards = VocabShards.allocate(peers, vocab_size, max_rows, device)
         kept = VocabShards.allocate_logits(peers, vocab_size, max_kept)
         self._kept = replace(self.shards, logits=kept)
-        self._mark = torch.zeros(1, dtype=torch.float32, device=device)
+        self._nothing = torch.zeros(1, dtype=torch.float32, device=device)
 
     def compute(self, hidden: torch.Tensor, *, again: bool = False) -> LogitsRows:
         """Return the logits of [rows, hidden] states.
@@ -107,7 +107,7 @@ class StepLogits:
 
     def _meet(self) -> None:
         """Let no rank go on before all have come here: each has the sum only then."""
-        self._mark = self._model.parallel.all_reduce(self._mark)
+        self._model.parallel.all_reduce(self._nothing)
 
     def keep(
         self, logits: LogitsRows, rows: slice | torch.Tensor, *, are_edited: bool

@@ -13,7 +13,8 @@ being filtered or sorted (only with ``processed_logprobs``, or if max_logprobs i
 MAX_SEARCHED), and the results with the parts they are joined from. More rows, of drafts (up to 8 a
 request) or of prompts with log-probabilities (up to max_num_batched_tokens), are computed R or
 fewer at a time, and results are copied to the host each time. The profile step runs all of this,
-custom processors too, on rows of padding.
+custom processors too, on rows of padding. A rank that keeps its shard of the logits has the first
+term's rows, of its tokens only, in memory of their own (``StepLogits``).
 """
 
 from __future__ import annotations

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.process_ranks import run_ranks
+
 TIMEOUT_SECONDS = 150
 
 
@@ -22,21 +18,4 @@ TIMEOUT_SECONDS = 150
     ],
 )
 def test_gpus_sum_as_torch_does(size):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.kernels.sums_on_gpus", *map(str, (rank, size, port))],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [each.communicate(timeout=TIMEOUT_SECONDS)[0] for each in processes]
-    finally:
-        for each in processes:
-            each.kill()
-    assert [each.returncode for each in processes] == [0] * size, "\n".join(outputs)[-4000:]
+    run_ranks("tests.kernels.sums_on_gpus", size, TIMEOUT_SECONDS)
