@@ -118,6 +118,17 @@ def test_prompts_with_images_and_video_get_the_tokens_of_one_rank(
     assert several.metrics()["num_preemptions"] == one.metrics()["num_preemptions"]
 
 
+def test_tokens_of_an_item_see_each_other_on_every_rank(tmp_path, make_core):
+    """Their ranges of keys come to each rank with the launch of the layers."""
+    tiny_checkpoint(tmp_path, "qwen3")
+    one, several = (make_core(tmp_path, size) for size in (1, 2))
+    given = prompts(64)
+    for _, items in given:
+        for item in items:
+            object.__setattr__(item, "bidirectional", True)
+    check_equal(one, several, given)
+
+
 @pytest.mark.parametrize("configured", [None, 1 << 16])
 def test_features_for_a_model_without_an_encoder_get_memory_when_they_come(
     tmp_path, make_core, configured

@@ -25,7 +25,7 @@ from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.sleep import SleepTag, checked_tags
 from mrv1.runner.step import StepPlan
 
-SHARED_BYTES = 1 << 28
+SHARED_BYTES = 1 << 26
 """Most bytes of new weights that the ranks read at a time."""
 
 ALIGNMENT = 16
