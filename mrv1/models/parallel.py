@@ -136,3 +136,16 @@ class ParallelContext:
             return tuple(counts)
         of_ranks = self.all_gather(torch.tensor(counts, dtype=torch.int64)[:, None])
         return tuple(of_ranks.amin(dim=1).tolist())
+
+    def union(self, lists: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Return the lists of integers > 0 that any rank has, each once, alike on every rank."""
+        if self.size == 1:
+            return [*lists]
+        longest = max(map(len, lists), default=0)
+        count, width = (-least for least in self.least((-len(lists), -longest)))
+        table = torch.zeros(count, width, dtype=torch.int64)
+        for row, values in zip(table, lists, strict=False):
+            row[: len(values)] = torch.tensor(values)
+        of_ranks = self.all_gather(table).split(max(width, 1), dim=1)
+        rows = (row[row > 0].tolist() for part in of_ranks for row in part)
+        return [*dict.fromkeys(map(tuple, filter(None, rows)))]

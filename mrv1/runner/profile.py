@@ -155,12 +155,14 @@ def warm_up(step: DeviceStep) -> None:
     steps = [
         np.minimum(each, most) for each in ([9] * most_rows, [20] * most_rows, [1, 40], [1, 600])
     ]
-    for lengths in (*steps, *_every_prefill(step)):
+    # Which kernels a rank needs depends on its heads, but all ranks make the same steps.
+    parallel = step.model.parallel
+    for lengths in (*steps, *parallel.union(_every_prefill(step))):
         query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
         _launch_padding(step, StepShape.of(query_lens), query_lens)
-    for longest in _every_masked_prefill(step):
-        query_lens = np.array([longest], dtype=np.int32)
+    for lengths in parallel.union([[longest] for longest in _every_masked_prefill(step)]):
+        query_lens = np.array(lengths, dtype=np.int32)
         masked = StepShape.of(query_lens, masked=np.array([True]))
         _launch_padding(step, masked, query_lens, is_masked=True)
     # A prompt's log-probabilities need the logits of any number of tokens. Products have a kernel

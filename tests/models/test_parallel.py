@@ -114,6 +114,14 @@ def test_a_vocabulary_is_divided_into_whole_groups(size, vocab):
         assert size == 1 or rows % group_size(vocab) == 0
 
 
+def test_every_rank_knows_the_lists_of_all():
+    of_ranks = [[[3], [7, 7, 2]], [], [[7, 7, 2], [5, 1]]]
+    found = on_ranks(3, lambda parallel: parallel.union(of_ranks[parallel.rank]))
+    assert found == [[(3,), (7, 7, 2), (5, 1)]] * 3
+    assert on_ranks(2, lambda parallel: parallel.union([])) == [[], []]
+    assert ParallelContext().union([[4]]) == [[4]]
+
+
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
