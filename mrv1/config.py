@@ -342,8 +342,9 @@ class EngineConfig:
     them; 0 compiles each kernel when it is first launched. Default: the environment variable
     ``MRV1_COMPILE_PROCESSES``, else one for every CPU core."""
     deterministic: bool = False
-    """Compute logits whose bits depend on a request's tokens alone, not on other requests or on
-    chunks. It is slower, and not possible with the ``quarter`` scales of ``kv_scale``."""
+    """Compute logits whose bits depend on a request's tokens alone, not on other requests, on
+    chunks, or on whether 1, 2, 4 or 8 ranks compute them. It is slower, and not possible with the
+    ``quarter`` scales of ``kv_scale``."""
     max_bad_words_num: Count = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""
@@ -418,12 +419,6 @@ class EngineConfig:
             raise ConfigError(
                 "kv_scale, deterministic: expected not both, got 'quarter', whose bytes depend on "
                 "the order of writes, and deterministic=True"
-            )
-        if self.tensor_parallel_size > 1 and self.deterministic:
-            raise ConfigError(
-                "tensor_parallel_size, deterministic: expected not both, got "
-                f"{self.tensor_parallel_size} ranks, whose sums have no fixed order, and "
-                "deterministic=True"
             )
         if self.visit_masked_pages and self.window_recycling and not self.per_head_ids:
             raise ConfigError(

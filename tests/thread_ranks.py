@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar
 
 import torch
@@ -40,7 +40,9 @@ class Meeting:
             ParallelContext(
                 rank=rank,
                 size=size,
-                all_reduce=lambda tensor, rank=rank: sum(self.exchange(rank, tensor.clone())),
+                all_reduce=lambda tensor, rank=rank: reduce(
+                    torch.add, self.exchange(rank, tensor.clone())
+                ),
                 all_gather=lambda tensor, rank=rank: torch.cat(
                     self.exchange(rank, tensor.clone()), -1
                 ),

@@ -264,6 +264,7 @@ class DecoderModel:
                 x,
                 weight,
                 weight.bias,
+                leaves=self._leaves,
                 eps=eps,
                 residual=hidden,
                 out=hidden,
@@ -271,22 +272,44 @@ class DecoderModel:
                 normed_out=normed,
             )
             return hidden if normed is None else normed
-        if self._parallel.peers is None:
-            bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
-            added = self._parallel.all_reduce(self._multiply(x, weight, bias))
-        elif out_norm is not None:
-            added = self._sum(self._multiply(x, weight), bias=weight.bias)
+        if self._parallel.peers is not None:
+            partial = self._partial(x, weight)
+            if out_norm is None:
+                return self._sum_and_norm(
+                    partial, next_norm, out=hidden, bias=weight.bias, residual=hidden
+                )
+            added = self._sum(partial, bias=weight.bias, out=torch.empty_like(hidden))
+        elif self.deterministic and self._parallel.size > 1:
+            added = self._parallel.sum_in_order(self._partial(x, weight))
+            for addend in (weight.bias, hidden if out_norm is None else None):
+                if addend is not None:
+                    added += addend.to(added.dtype)
+            if out_norm is None:
+                hidden.copy_(added)
+                return hidden if next_norm is None else self._norm(hidden, next_norm)
+            added = added.to(hidden.dtype)
         else:
-            product = self._multiply(x, weight)
-            return self._sum_and_norm(
-                product, next_norm, out=hidden, bias=weight.bias, residual=hidden
-            )
+            bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
+            added = self._parallel.all_reduce(self._multiply(x, weight, bias, leaves=self._leaves))
         if out_norm is not None:
             added = self._norm(added, out_norm)
         if next_norm is not None:
             return self._ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
         return hidden
+
+    @property
+    def _leaves(self) -> int | None:
+        """Leaves of this rank in a product whose inputs ranks divide, if it is deterministic."""
+        return self._parallel.leaves if self.deterministic else None
+
+    def _partial(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded."""
+        out = None
+        if self.deterministic:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            out = x.new_empty((len(x), weight.shape[0]), dtype=wide)
+        return self._multiply(x, weight, leaves=self._leaves, out=out)
 
     def _write_kv(
         self,

@@ -79,9 +79,17 @@ def build_parts(
         if model is None
         else model.whole_config
     )
-    parallel.shard(model_config)  # a model that cannot be divided fails here
+    # A model that cannot be divided fails here.
+    parallel.shard(model_config, deterministic=config.deterministic)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
     policy = resolve_policy(config, model_config, head_policy, is_checkpoint=model is None)
+    mixes = any(len({seen.is_full for seen in layer}) > 1 for layer in policy.heads)
+    if config.deterministic and parallel.size > 1 and mixes:
+        raise ConfigError(
+            "head_policy: expected layers of full or of streaming heads alone with "
+            f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
+            "rank's heads, got both in a layer"
+        )
     head_groups = resolve_head_groups(config, policy, max_model_len)
     groups = head_groups.slice(parallel.rank, parallel.size)
     head_scales = None

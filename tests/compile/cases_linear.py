@@ -8,19 +8,15 @@ import torch
 
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.linear import (
-    MOST_TOKENS,
     ONE_ROUNDING,
     PRODUCTS_FROM_SHARED_MEMORY,
+    WARP_GROUP_CAPABILITY,
 )
-from mrv1.kernels.layers.linear_registers import (
-    CHAIN_IN,
-    Chains,
-    RegisterConfig,
-    _linear_registers_kernel,
-)
+from mrv1.kernels.layers.linear_registers import RegisterConfig, _linear_registers_kernel
 from mrv1.kernels.layers.linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
 from mrv1.kernels.layers.linear_tiles import TileConfig, _linear_tile_kernel
 from mrv1.kernels.layers.linear_vector import VectorConfig, _linear_vector_kernel
+from mrv1.kernels.layers.sum_order import MOST_LEAVES, SumOrder
 from mrv1.testing.aot import AotCase, Target, pointer
 
 PARKED_BYTES = {"sm_80": 16, "sm_100": 8}
@@ -62,6 +58,25 @@ LARGE = (
     Layer(14336, 4096, ("residual",)),
     Layer(2048, 4096),  # one of two ranks
 )
+RANKS = (
+    *(Layer(4096 // size, 4096, ("partial",)) for size in (2, 4, 8)),
+    *(Layer(14336 // size, 4096, ("partial",)) for size in (2, 4, 8)),
+    Layer(4096, 768),
+    Layer(1024, 1024),
+)
+"""Products of ranks; a partial one has a float32 result and some of the leaves."""
+GROUPS = (
+    (Layer(1024, 4096, ("bias",)), 1, 1),
+    (Layer(1024, 3072, ("gated", "bias")), 1, 1),
+    (Layer(4096, 6144, dtype=torch.float16), 1, 4),
+    (Layer(4096, 6144), 2, 4),
+    (Layer(4096, 14336, ("gated",)), 1, 4),
+    (Layer(4096, 4096, ("residual",)), 4, 8),
+    (Layer(14336, 4096, ("residual",)), 2, 8),
+    (Layer(7168, 4096, ("partial",)), 1, 4),
+    (Layer(1792, 4096, ("partial",)), 1, 1),
+)
+"""Layers of many tokens on Hopper, in so many splits of so many leaves."""
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
 
 
@@ -70,7 +85,7 @@ def cases(target: Target) -> list[AotCase]:
     return [
         *(_vector(target, layer) for layer in layers),
         *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
-        _tile(target, VOCABULARY, 256),
+        *_in_order(target, VOCABULARY, 256),
         *(
             case
             for layer in layers
@@ -79,10 +94,11 @@ def cases(target: Target) -> list[AotCase]:
         ),
         *(
             case
-            for layer in (QKV, O_PROJ, GATE_UP, DOWN)
+            for layer in (*layers, *RANKS)
             for tokens in (16, 32, 256)
-            for case in _chained(target, layer, tokens)
+            for case in _in_order(target, layer, tokens)
         ),
+        *(_groups(*case) for case in GROUPS if target.capability == WARP_GROUP_CAPABILITY),
         *(_add_splits(target, num_out) for num_out in (None, 1024, 4096, 8192)),
     ]
 
@@ -112,22 +128,36 @@ def _vector(target: Target, layer: Layer) -> AotCase:
     )
 
 
-def _chained(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
-    """Return the deterministic case where all kernels round alike."""
-    is_gated = "gated" in layer.fused
-    chains = Chains.of(layer.num_in, layer.num_rows, is_gated=is_gated)
-    if chains is None or target.capability not in ONE_ROUNDING:
-        return []
-    if num_tokens > 64:
-        return [
-            _tile(target, layer, num_tokens, TileConfig.chained_for(chains, is_gated=is_gated))
-        ]
-    config = RegisterConfig.in_order_for(num_tokens, chains, is_gated=is_gated)
-    return _registers(target, layer, num_tokens, config)
+def _in_order(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
+    """Return the deterministic case."""
+    leaves = MOST_LEAVES if "residual" in layer.fused else None
+    if "partial" in layer.fused:
+        leaves = MOST_LEAVES * layer.num_in // (4096 if 4096 % layer.num_in == 0 else 14336)
+    order, is_gated = SumOrder.of(layer.num_in, leaves), "gated" in layer.fused
+    if layer.dtype.itemsize == 2 and target.capability in ONE_ROUNDING:
+        registers = RegisterConfig.in_order_for(
+            num_tokens, layer.num_in, layer.num_rows, order, is_gated=is_gated
+        )
+        if registers is not None:
+            return _registers(target, layer, num_tokens, registers)
+    tiles = TileConfig.in_order_for(
+        num_tokens,
+        layer.num_rows,
+        order,
+        layer.dtype,
+        is_gated=is_gated,
+        is_normed="residual" in layer.fused,
+        from_shared_memory=target.capability in PRODUCTS_FROM_SHARED_MEMORY,
+    )
+    return [_tile(target, layer, num_tokens, tiles, order)]
 
 
 def _tile(
-    target: Target, layer: Layer, num_tokens: int, config: TileConfig | None = None
+    target: Target,
+    layer: Layer,
+    num_tokens: int,
+    config: TileConfig | None = None,
+    order: SumOrder | None = None,
 ) -> AotCase:
     config = config or TileConfig.default_for(
         num_tokens,
@@ -136,17 +166,21 @@ def _tile(
         layer.dtype,
         is_gated="gated" in layer.fused,
         is_normed="residual" in layer.fused,
-        deterministic=num_tokens > MOST_TOKENS,
         from_shared_memory=target.capability in PRODUCTS_FROM_SHARED_MEMORY,
     )
     data = pointer(layer.dtype)
     sums = pointer(torch.float32) if config.splits > 1 else None
-    num_steps = triton.cdiv(layer.num_in, config.tile_in * config.splits)
+    if order is not None:
+        parts, part_in = order.leaves // config.splits, order.leaf_in
+    else:
+        steps = triton.cdiv(layer.num_in, config.tile_in * config.splits)
+        parts, part_in = 1, steps * config.tile_in
+    out = pointer(torch.float32) if "partial" in layer.fused else data
     return AotCase(
-        name=layer.name("linear_chained" if config.chain_steps else "linear_tile", num_tokens),
+        name=layer.name("linear_leaves" if order else "linear_tile", num_tokens),
         kernel=_linear_tile_kernel,
         args=(
-            *(data, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
+            *(out, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
             *(data, layer.num_in, data, layer.if_fused("bias"), 33, layer.num_out),
         ),
         constexprs={
@@ -156,7 +190,9 @@ def _tile(
             "TILE_ROWS": config.tile_rows,
             "TILE_IN": config.tile_in,
             "SPLITS": config.splits,
-            "EARLY_STEPS": min(config.early_steps, num_steps),
+            "PARTS": parts,
+            "PART_IN": part_in,
+            "EARLY_STEPS": min(config.early_steps, triton.cdiv(part_in, config.tile_in)),
             "NUM_STAGES": config.num_stages,
             "NEXT_AT_ONCE": config.next_starts_at_once,
             "CHAIN_STEPS": config.chain_steps,
@@ -164,6 +200,35 @@ def _tile(
         },
         num_warps=config.num_warps,
         parked_bytes=PARKED_BYTES.get(target.name, 0),
+    )
+
+
+def _groups(layer: Layer, splits: int, leaves: int) -> AotCase:
+    """Return a case of warp groups, which only sm_90 has."""
+    from mrv1.kernels.layers import linear_groups
+
+    order = SumOrder.of(layer.num_in, None if leaves == 1 and layer.num_in == 1024 else leaves)
+    data, num_steps = pointer(layer.dtype), order.chain_in // linear_groups.STEP_IN.value
+    x = torch.empty(256, layer.num_in, dtype=layer.dtype)
+    weight = torch.empty(layer.num_rows, layer.num_in, dtype=layer.dtype)
+    return AotCase(
+        name=layer.name("linear_groups", 256) + f"-{splits}-splits",
+        kernel=linear_groups._linear_groups_kernel,
+        args=(
+            *(pointer(torch.float32) if "partial" in layer.fused else data, layer.num_out),
+            *(pointer(torch.float32) if splits > 1 else None, layer.if_fused("residual")),
+            *(layer.num_out, layer.if_fused("bias")),
+            *linear_groups.describe(x, weight, is_gated="gated" in layer.fused),
+            *(256, layer.num_out, 100, 2),
+        ),
+        constexprs={
+            "SPLITS": splits,
+            "PARTS": layer.num_in // order.chain_in // splits,
+            "PART_STEPS": num_steps,
+            "IN_TREE": order.leaves > 1,
+            "OVERLAP": True,
+        },
+        num_warps=4,
     )
 
 
@@ -183,7 +248,7 @@ def _registers(
     data = pointer(layer.dtype)
     prefetches = target.has_dependent_launch and config.splits == 1
     case = AotCase(
-        name=layer.name("linear_in_order" if config.in_order else "linear_registers", num_tokens),
+        name=layer.name("linear_in_order" if config.chain_in else "linear_registers", num_tokens),
         kernel=_linear_registers_kernel,
         args=(
             *(data, layer.num_out, pointer(torch.float32) if config.splits > 1 else None),
@@ -207,7 +272,8 @@ def _registers(
             "SPLITS": config.splits,
             "WARPS": config.num_warps,
             "NEXT_START": config.next_start,
-            "CHAIN_IN": CHAIN_IN if config.in_order else 0,
+            "CHAIN_IN": config.chain_in,
+            "IN_TREE": config.in_tree,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from mrv1 import ConfigError, EngineConfig, ModelRunner, SamplingParams
 from mrv1.engine.core import EngineCore
+from mrv1.runner.ranks import parallel_runner
 from tests.engine.test_llm import random_prompts
+from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.models.families import tiny_checkpoint
+from tests.thread_ranks import ThreadRanks
+
+Schedule = list[tuple[int, list[int], SamplingParams, int | None]]
 
 NUM_TOKENS = 12
 
@@ -126,6 +134,69 @@ def test_logits_are_the_same_bits_in_any_chunks_with_hits_and_preemption(checkpo
     assert core.scheduler.num_preemptions > 0
     got, _ = logprobs_of(checkpoint, prompts[2:3], dtype=dtype)
     assert got == want[2:3]
+
+
+def run_of(core: EngineCore, schedule: Schedule) -> list[tuple[object, ...]]:
+    """Return what each request of a schedule got, with the log-probabilities of all its tokens."""
+    asking = [(*first, replace(params, logprobs=3), end) for *first, params, end in schedule]
+    return [
+        (
+            request.output_token_ids,
+            [
+                (each.token_ids.tolist(), each.logprobs.tolist())
+                for each in request.output_logprobs
+            ],
+            request.error,
+        )
+        for request in run(core, asking)
+    ]
+
+
+@pytest.fixture(scope="module", params=[("float32", 2), ("bfloat16", 4), ("float64", 8)], ids=str)
+def cores(request, tmp_path_factory) -> Iterator[tuple[EngineCore, EngineCore]]:
+    """Return engines of one rank and of several, which are threads; 9 blocks to preempt."""
+    dtype, size = request.param
+    path = tmp_path_factory.mktemp("ranks")
+    tiny_checkpoint(
+        path, "qwen3", num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=VOCAB + 1, eos_token_id=EOS,
+    )  # fmt: skip
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_runner, "Ranks", ThreadRanks)
+        for ranks in (1, size):
+            config = EngineConfig(
+                model=str(path), device="cpu", dtype=dtype, num_kv_blocks=9, max_num_seqs=4,
+                max_num_batched_tokens=24, max_model_len=MAX_LEN, deterministic=True,
+                speculative={"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1},
+                tensor_parallel_size=ranks,
+            )  # fmt: skip
+            made.append(EngineCore(config, progress=False))
+    yield made[0], made[1]
+    for core in made:
+        core.runner.close()
+
+
+@settings(max_examples=max(settings.default.max_examples // 8, 2))  # each is many steps of ranks
+@given(schedule=schedules())
+def test_ranks_have_the_bits_of_one(cores, schedule):
+    """Over chunks, batches, drafts, preemption and hits of cached prefixes."""
+    one, several = cores
+    expected = run_of(one, schedule)
+    assert all(error is None for *_, error in expected)
+    assert run_of(several, schedule) == expected
+    drained(one)
+    drained(several)
+
+
+def test_ranks_refuse_a_policy_that_mixes_heads_in_a_layer(checkpoint, monkeypatch):
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    config = EngineConfig(
+        model=str(checkpoint), num_kv_blocks=8, device="cpu", deterministic=True,
+        tensor_parallel_size=2, head_policy="ratio=0.5,window=32,sink=16",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="head_policy: expected layers of full or of streaming"):
+        EngineCore(config, progress=False)
 
 
 def test_a_model_loaded_without_deterministic_is_refused(checkpoint):

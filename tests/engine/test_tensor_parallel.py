@@ -180,7 +180,10 @@ def test_every_rank_has_its_share_of_the_cache(cores):
     [
         ({"tensor_parallel_size": 3}, "expected a divisor or a multiple of 2 KV heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
-        ({"deterministic": True}, "tensor_parallel_size, deterministic: expected not both"),
+        (
+            {"deterministic": True, "tensor_parallel_size": 3},
+            "tensor_parallel_size: expected 1, 2, 4 or 8 with deterministic=True, got 3",
+        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, options, message):

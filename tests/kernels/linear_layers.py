@@ -65,6 +65,20 @@ def of_rows(arguments, rows):
     return some
 
 
+def of_rank(arguments, rank, num_ranks):
+    """Return the arguments of a rank that has some of the inputs, without what follows the sum."""
+    columns = arguments["x"].shape[1] // num_ranks
+    own = slice(rank * columns, (rank + 1) * columns)
+    return {"x": arguments["x"][:, own], "weight": arguments["weight"][:, own].contiguous()}
+
+
+def sum_of_ranks(parts):
+    """Return the sum of float32 parts, a power of two, as a tree: neighbours first."""
+    while len(parts) > 1:
+        parts = [even + odd for even, odd in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 @contextmanager
 def library_calls():
     """Yield a list that gets an entry for every call that the GPU vendor's library computes."""

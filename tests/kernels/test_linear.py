@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.layers.linear_registers import CHAIN_IN, Chains, RegisterConfig
+from mrv1.kernels.layers.linear_registers import RegisterConfig
 from mrv1.kernels.layers.linear_tiles import TileConfig
 from mrv1.kernels.layers.linear_vector import VectorConfig
+from mrv1.kernels.layers.sum_order import CHAIN_IN, MOST_LEAVES, SumOrder
 from tests.kernels.elementwise import (
     DTYPES,
     SENTINEL,
@@ -29,7 +30,9 @@ from tests.kernels.linear_layers import (
     assert_linear_in_budget,
     library_calls,
     linear_arguments,
+    of_rank,
     of_rows,
+    sum_of_ranks,
 )
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -134,6 +137,99 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
 
 @given(
     num_tokens=st.sampled_from(TOKENS),
+    size=st.sampled_from([(8, 3), (64, 48), (576, 20), (2048, 66), (1088, 17)]),
+    num_ranks=st.sampled_from([2, 4, 8]),
+    dtype=st.sampled_from(DTYPES),
+    features=st.sampled_from([f for f in FEATURES if not {"gated", "norm"} & {*f}]),
+    gpu=gpus,
+    oracle=st.booleans(),
+    seed=seeds,
+)
+def test_the_leaves_of_ranks_add_up_to_the_bits_of_one(
+    device, num_tokens, size, num_ranks, dtype, features, gpu, oracle, seed
+):
+    """A rank's float32 part is a subtree; bias, residual, rounding and norm follow the sum."""
+    ops = reference if oracle else kernels
+    arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
+    with _as_on(gpu):
+        want = ops.linear(**arguments, deterministic=True, leaves=MOST_LEAVES)
+        parts = [
+            ops.linear(
+                **of_rank(arguments, rank, num_ranks),
+                out=torch.full((num_tokens, size[1]), torch.nan, device=device),
+                deterministic=True,
+                leaves=MOST_LEAVES // num_ranks,
+            )
+            for rank in range(num_ranks)
+        ]
+        got = sum_of_ranks(parts)
+        for name in ("bias", "residual"):
+            if name in arguments:
+                got = got + arguments[name].float()
+        got = got.to(dtype)
+        assert torch.equal(got, want)
+        if "normed" in features:
+            normed = ops.rms_norm(got, arguments["out_norm_weight"], EPS)
+            assert torch.equal(normed, arguments["normed_out"])
+
+
+@given(
+    num_tokens=st.sampled_from(TOKENS),
+    size=st.sampled_from([(64, 48), (100, 72), (576, 24), (1024, 64), (2048, 64)]),
+    num_ranks=st.sampled_from([2, 4, 8]),
+    dtype=st.sampled_from(DTYPES),
+    gated=st.booleans(),
+    oracle=st.booleans(),
+    seed=seeds,
+)
+def test_the_rows_of_ranks_have_the_bits_of_one(
+    device, num_tokens, size, num_ranks, dtype, gated, oracle, seed
+):
+    """However many rows of weights a rank has. Uses a GPU's tiles on a GPU only."""
+    ops = reference if oracle else kernels
+    features = ("bias", "gated") if gated else ("bias",)
+    arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
+    want = ops.linear(**arguments, deterministic=True)
+    parts = []
+    for rank in range(num_ranks):
+        own = slice(rank * size[1] // num_ranks, (rank + 1) * size[1] // num_ranks)
+        rows = {
+            name: torch.cat([half[own] for half in arguments[name].chunk(1 + gated)])
+            for name in ("weight", "bias")
+        }
+        parts.append(ops.linear(**(arguments | rows), deterministic=True))
+    assert torch.equal(torch.cat(parts, dim=1), want)
+
+
+@given(
+    num_tokens=st.sampled_from([1, 3, 40]),
+    size=st.sampled_from([(64, 5), (576, 20), (1088, 17)]),
+    leaves=st.sampled_from([1, 2, 4, 8]),
+    gpu=gpus,
+    seed=seeds,
+)
+def test_leaves_are_a_tree_of_sums(device, num_tokens, size, leaves, gpu, seed):
+    """Whole numbers make each leaf exact; their scales make the order of the leaves visible."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (
+        torch.randint(-8, 9, (rows, size[0]), generator=generator).float()
+        for rows in (num_tokens, size[1])
+    )
+    leaf_in = size[0] // leaves
+    x *= 2.0 ** torch.randint(0, 24, (leaves,), generator=generator).repeat_interleave(leaf_in)
+    sums = [
+        (a.double() @ b.double().T).float()
+        for a, b in zip(x.split(leaf_in, 1), weight.split(leaf_in, 1), strict=True)
+    ]
+    x, weight = x.to(device), weight.to(device)
+    for ops in (kernels, reference):
+        with _as_on(gpu):
+            got = ops.linear(x, weight, deterministic=True, leaves=leaves)
+        assert torch.equal(got.cpu(), sum_of_ranks(sums))
+
+
+@given(
+    num_tokens=st.sampled_from(TOKENS),
     features=st.sampled_from([f for f in FEATURES if "residual" in f]),
     dtype=st.sampled_from(DTYPES),
     deterministic=st.booleans(),
@@ -219,30 +315,21 @@ def test_small_terms_after_a_large_term_count(device, num_tokens, deterministic)
     assert error.abs().max() < 2 * torch.finfo(torch.float32).eps
 
 
-def _tile_config(num_tokens, num_in, num_rows, *, deterministic=False, normed=False):
-    return TileConfig.default_for(
-        num_tokens,
-        num_in,
-        num_rows,
-        torch.bfloat16,
-        is_gated=False,
-        is_normed=normed,
-        deterministic=deterministic,
-        from_shared_memory=True,
-    )
-
-
+@pytest.mark.parametrize("leaves", [None, 1, 2, 4, MOST_LEAVES])
 @pytest.mark.parametrize("num_in", [16, 1000, 1024, 4096, 14336])
 @pytest.mark.parametrize("num_rows", [1, 1024, 6144, 151_936])
-def test_configurations(num_in, num_rows):
+def test_configurations(num_in, num_rows, leaves):
+    order = SumOrder.of(num_in, leaves)
     for normed in (False, True):
-        splits = set()
         for num_tokens in (2, 16, 17, 64, 65, 1000):
-            fixed = _tile_config(num_tokens, num_in, num_rows, deterministic=True, normed=normed)
-            splits.add(fixed.splits)
-            exact = num_in % (fixed.splits * fixed.tile_in) == 0
-            assert fixed.splits == 1 or exact or num_in == 1000
-        assert len(splits) == 1
+            for dtype in (torch.float32, torch.bfloat16):
+                config = TileConfig.in_order_for(
+                    num_tokens, num_rows, order, dtype,
+                    is_gated=False, is_normed=normed, from_shared_memory=True,
+                )  # fmt: skip
+                assert order.leaves % config.splits == 0
+                if order.is_chained and dtype != torch.float32:
+                    assert config.tile_in == CHAIN_IN
     vector = VectorConfig.default_for(num_in, torch.bfloat16, has_norm=False)
     assert vector.tile_rows == vector.num_warps
 
@@ -253,10 +340,22 @@ def test_configurations(num_in, num_rows):
 def test_large_weights_are_cut_into_a_program_for_each_multiprocessor(num_in, num_rows):
     splits = set()
     for num_tokens in (2, 17, 33):
-        config = _tile_config(num_tokens, num_in, num_rows)
+        config = TileConfig.default_for(
+            num_tokens, num_in, num_rows, torch.bfloat16,
+            is_gated=False, is_normed=False, from_shared_memory=True,
+        )  # fmt: skip
         assert 132 <= num_rows // config.tile_rows * config.splits <= 256
         splits.add(config.splits)
     assert len(splits) == 1
+
+
+@pytest.mark.parametrize("num_in", [1, 16, 100, 1000, 1024, 1025, 4096, 14336])
+def test_an_order_covers_all_inputs(num_in):
+    for leaves in (None, 1, 2, 4, MOST_LEAVES):
+        order = SumOrder.of(num_in, leaves)
+        assert order.leaves in (1, 4) if leaves is None else order.leaves == leaves
+        assert order.leaves * order.leaf_in >= num_in
+        assert order.is_chained or order.chain_in == max(order.leaf_in, order.chain_in)
 
 
 LAYERS = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
@@ -284,15 +383,24 @@ def test_registers_hold_all_weights_of_a_small_model(name, num_tokens):
     assert config.splits == 1 or name in ("o", "down")
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_deterministic_products_of_a_small_model_have_the_chains_of_its_registers(name):
-    num_in, num_rows = LAYERS[name]
-    chains = Chains.of(num_in, num_rows, is_gated=name == "gate_up")
-    assert num_in == chains.splits * chains.num_warps * CHAIN_IN
-    num_programs = num_rows // (chains.tile_rows * chains.row_tiles) * chains.splits
-    assert 96 <= num_programs <= 128
-    assert chains.splits == 1 or name in ("o", "down")
-    assert Chains.of(4 * num_in, 4 * num_rows, is_gated=name == "gate_up") is None
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_deterministic_products_of_a_small_model_stay_in_registers(num_ranks):
+    """But for the longest: a warp has a leaf of at most 256 inputs."""
+    for name, (num_in, num_rows) in LAYERS.items():
+        divided = name in ("o", "down")
+        order = SumOrder.of(num_in, MOST_LEAVES if divided else None)
+        if divided:
+            order = SumOrder.of(num_in // num_ranks, MOST_LEAVES // num_ranks)
+        shape = (num_in // num_ranks, num_rows) if divided else (num_in, num_rows // num_ranks)
+        config = RegisterConfig.in_order_for(16, *shape, order, is_gated=name == "gate_up")
+        if name == "down" or (divided and num_ranks > 2):
+            assert config is None
+            continue
+        assert config.chain_in == (256 if divided else CHAIN_IN)
+        assert config.splits == (2 if divided and num_ranks == 1 else 1)
+        large = (4 * shape[0], 4 * shape[1])
+        order = SumOrder.of(large[0], order.leaves if divided else None)
+        assert RegisterConfig.in_order_for(16, *large, order, is_gated=False) is None
 
 
 @pytest.mark.parametrize("num_in", [1, 100, 1000, 14336])
@@ -305,12 +413,13 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
         assert rows * -(-num_in // config.splits) <= 48 * 1024
         assert -(-num_rows // rows) * config.splits <= 132
         assert config.splits == 1 or name != "gate_up"
-    chains = Chains.of(num_in, num_rows, is_gated=name == "gate_up")
-    if chains is not None:
-        rows = chains.tile_rows * chains.row_tiles
-        assert rows * chains.num_warps * CHAIN_IN <= 48 * 1024
-        assert num_in <= chains.splits * chains.num_warps * CHAIN_IN
-        assert -(-num_rows // rows) * chains.splits <= 132
+    order = SumOrder.of(num_in, MOST_LEAVES if name in ("o", "down") else None)
+    config = RegisterConfig.in_order_for(2, num_in, num_rows, order, is_gated=name == "gate_up")
+    if config is not None:
+        rows = config.tile_rows * config.row_tiles
+        assert rows * config.num_warps * config.chain_in <= 48 * 1024
+        assert num_in <= config.splits * config.num_warps * config.chain_in
+        assert -(-num_rows // rows) <= 128
 
 
 # --- errors ------------------------------------------------------------------------------------
@@ -360,6 +469,8 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
             r"normed_out: expected shape \[2, 6\], got \[2, 5\]",
         ),
         ({"prefetch": torch.ones(4, 4).T[:2]}, ValueError, r"prefetch: expected a contiguous"),
+        ({"leaves": 8}, ValueError, r"leaves: expected None without deterministic=True, got 8"),
+        ({"leaves": 3, "deterministic": True}, ValueError, r"leaves: expected 1, 2, 4 or 8, got"),
     ],
 )
 def test_wrong_arguments_are_named(device, change, error, message):

@@ -7,11 +7,14 @@ import torch
 
 from mrv1 import kernels
 from tests.kernels.linear_layers import (
+    EPS,
     FEATURES,
     assert_linear_in_budget,
     library_calls,
     linear_arguments,
+    of_rank,
     of_rows,
+    sum_of_ranks,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_only]
@@ -34,6 +37,55 @@ def test_deterministic_rows_do_not_depend_on_the_batch_at_model_sizes(device, si
         with library_calls() as calls:
             got = kernels.linear(**few)
         assert_linear_in_budget(got, **few, by_library=bool(calls))
+
+
+@pytest.mark.parametrize("num_in", [576, 2048, 3072, 4096, 14_336])
+def test_leaves_of_ranks_add_up_at_model_sizes(device, num_in):
+    """Every kernel of every number of ranks: 576 inputs have leaves that no bulk copy brings."""
+    features = ("bias", "residual", "normed")
+    arguments = linear_arguments(300, num_in, 1024, torch.bfloat16, device, features)
+    many = kernels.linear(**arguments, deterministic=True, leaves=8)
+    assert_linear_in_budget(many, **arguments)
+    for num_tokens in (1, 2, 16, 17, 33, 64, 65, 128, 129, 256, 300):
+        few = of_rows(arguments, slice(num_tokens))
+        assert torch.equal(kernels.linear(**few, deterministic=True, leaves=8), many[:num_tokens])
+        assert torch.equal(few["normed_out"], arguments["normed_out"][:num_tokens])
+        for num_ranks in (2, 4, 8):
+            parts = [
+                kernels.linear(
+                    **of_rank(few, rank, num_ranks),
+                    out=torch.full((num_tokens, 1024), torch.nan, device=device),
+                    deterministic=True,
+                    leaves=8 // num_ranks,
+                )
+                for rank in range(num_ranks)
+            ]
+            got = sum_of_ranks(parts) + few["bias"].float() + few["residual"].float()
+            got = got.bfloat16()
+            assert torch.equal(got, many[:num_tokens])
+            normed = kernels.rms_norm(got, few["out_norm_weight"], EPS)
+            assert torch.equal(normed, few["normed_out"])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("size", [(896, 1024), (1024, 3072), (2560, 2048), (4096, 1536)])
+def test_rows_of_ranks_have_the_bits_of_one_at_model_sizes(device, size, gated):
+    features = ("bias", "gated") if gated else ("bias",)
+    arguments = linear_arguments(257, *size, torch.bfloat16, device, features)
+    want = kernels.linear(**arguments, deterministic=True)
+    for num_tokens in (1, 16, 33, 64, 65, 257):
+        few = of_rows(arguments, slice(num_tokens))
+        for num_ranks in (2, 4, 8):
+            own = size[1] // num_ranks
+            for rank in range(num_ranks):
+                rows = {
+                    name: torch.cat(
+                        [half[rank * own :][:own] for half in arguments[name].chunk(1 + gated)]
+                    )
+                    for name in ("weight", "bias")
+                }
+                got = kernels.linear(**(few | rows), deterministic=True)
+                assert torch.equal(got, want[:num_tokens, rank * own :][:, :own])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 32, 64, 100])

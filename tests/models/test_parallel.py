@@ -13,7 +13,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, Visible
-from mrv1.kernels.registry import select_ops
+from mrv1.kernels.registry import Ops, select_ops
 from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models import ModelConfig, ParallelContext, load_model
 from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors
@@ -61,6 +61,52 @@ def check_equal(path: Path, size: int) -> None:
 def test_logits_of_ranks_equal_those_of_one(tmp_path, family, settings, size):
     tiny_checkpoint(tmp_path, family, **settings)
     check_equal(tmp_path, size)
+
+
+BITS = {
+    "qwen3": {},  # of 2 KV heads: with 4 ranks, two have the same one
+    "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8},
+}
+"""Settings by family; all have eight query heads."""
+
+
+def check_bits_of_ranks(
+    path: Path, device: torch.device, family: str, dtype: torch.dtype, ops: Ops, *sizes: int
+) -> None:
+    """Check that ranks, which are threads, have the bits of one; 40 tokens in two chunks."""
+    tiny_checkpoint(path, family, num_attention_heads=8, **BITS[family])
+    blocks = blocks_needed([PROMPT], 16)
+
+    def logits(parallel: ParallelContext) -> torch.Tensor:
+        model = load_model(
+            path, device=device, dtype=dtype, ops=ops, progress=False, parallel=parallel,
+            deterministic=True,
+        )  # fmt: skip
+        return PagedDriver(model, block_size=16, num_blocks=blocks).logits([PROMPT], 24)[0]
+
+    (expected,) = on_ranks(1, logits)
+    for size in sizes:
+        assert all(torch.equal(got, expected) for got in on_ranks(size, logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", BITS)
+def test_deterministic_logits_of_ranks_are_the_bits_of_one(tmp_path, family, dtype):
+    ops = select_ops("reference")
+    check_bits_of_ranks(tmp_path, torch.device("cpu"), family, dtype, ops, 2, 4, 8)
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(
+    ("family", "dtype", "size"),
+    [
+        ("qwen3", torch.bfloat16, 2),
+        pytest.param("llama", torch.bfloat16, 4, marks=pytest.mark.full),
+        pytest.param("qwen3", torch.float32, 8, marks=pytest.mark.full),
+    ],
+)
+def test_kernels_give_ranks_the_bits_of_one(tmp_path, device, family, dtype, size):
+    check_bits_of_ranks(tmp_path, device, family, dtype, select_ops("triton"), size)
 
 
 def test_logits_of_ranks_from_a_gguf_file_equal_those_of_one(tmp_path):
@@ -137,6 +183,22 @@ def test_a_model_that_cannot_be_divided_is_refused(size, changes, message):
     with pytest.raises(ConfigError) as caught:
         context.shard(config)
     assert str(caught.value).startswith("tensor_parallel_size: ")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "message"),
+    [
+        (3, {"num_q_heads": 6, "num_kv_heads": 3}, "expected 1, 2, 4 or 8 with determini"),
+        (2, {"intermediate_size": 100}, "expected a multiple of 8 as intermediate_size with det"),
+        (2, {"qk_norm": "vector"}, "expected 1 with deterministic=True where a norm is over"),
+    ],
+)  # fmt: skip
+def test_a_model_whose_ranks_cannot_have_the_bits_of_one_is_refused(size, changes, message):
+    config = replace(ModelConfig.from_hf(tiny_config("llama")), **changes)
+    context = ParallelContext(size=size, all_reduce=torch.clone, all_gather=torch.clone)
+    with pytest.raises(ConfigError) as caught:
+        context.shard(config, deterministic=True)
     assert message in str(caught.value)
 
 

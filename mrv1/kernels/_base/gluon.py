@@ -49,6 +49,14 @@ def let_next_start():
     )
 
 
+@gluon.jit
+def wait_for_previous():
+    """Wait until all kernels before this one have ended, as in ``dependent_launch``."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -84,6 +92,7 @@ __all__ = [
     "let_next_start",
     "mbarrier",
     "thread_barrier",
+    "wait_for_previous",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]

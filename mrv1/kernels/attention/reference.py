@@ -113,10 +113,16 @@ def _attend_requests(
     scales: KVScales | None,
     visited: torch.Tensor | None,
     attn_mask_offsets: torch.Tensor | None = None,
+    *,
+    deterministic: bool,
 ) -> torch.Tensor:
-    """Run attention request by request, so that no row can depend on another's length or pages."""
+    """Run attention request by request, so that no row can depend on another's length or pages.
+
+    If deterministic, also head by head: products of all heads are summed as their number demands.
+    """
     if sinks is None:
         sinks = torch.full(q.shape[1:2], -torch.inf, device=q.device)
+    group = q.shape[1] // layout.num_kv_heads
     for row, seq_len in enumerate(seq_lens):
         begin, end = query_starts[row], query_starts[row + 1]
         num_blocks = -(-seq_len // layout.block_size)
@@ -136,12 +142,15 @@ def _attend_requests(
                     lse[first:last] = sinks
                 continue
             visible = _visible(positions, present[:, keys], layout, ranges)
-            tile, tile_lse = _attend(
-                q[first:last], k[:, keys], v[:, keys], visible, softmax_scale, soft_cap, sinks
-            )
-            out[first:last] = tile
-            if lse is not None:
-                lse[first:last] = tile_lse
+            for head in range(0, q.shape[1], 1 if deterministic else q.shape[1]):
+                own = slice(head, head + 1) if deterministic else slice(None)
+                kv = slice(head // group, head // group + 1) if deterministic else slice(None)
+                out[first:last, own], tile_lse = _attend(
+                    q[first:last, own], k[kv, keys], v[kv, keys], visible[kv],
+                    softmax_scale, soft_cap, sinks[own],
+                )  # fmt: skip
+                if lse is not None:
+                    lse[first:last, own] = tile_lse
             if visited is not None:
                 if layout.visits_masked:
                     unmasked = replace(layout, has_window=False)
@@ -330,6 +339,7 @@ def paged_decode_attention(
     return _attend_requests(
         q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
         logits_soft_cap, sinks, out, lse, scales, visited,
+        deterministic=deterministic or (plan is not None and plan.deterministic),
     )  # fmt: skip
 
 
@@ -381,6 +391,7 @@ def paged_prefill_attention(
     return _attend_requests(
         q, k_cache, v_cache, table, starts, seq_lens.tolist(), layout, softmax_scale,
         logits_soft_cap, sinks, out, lse, scales, visited, attn_mask_offsets,
+        deterministic=deterministic,
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from mrv1.kernels.layers.contracts import (
     AllReduceAlgorithm,
     AllReduceBuffers,
 )
+from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
 POLLS = tl.constexpr(256)
@@ -189,9 +190,7 @@ def _all_reduce_norm_kernel(
                 other=0.0,
             )
         if normed_ptr is not None:
-            # A pointer per row, as in rms_norm, so that the squares are added in the same order.
-            weight_ptrs = tl.broadcast_to(weight_ptr + col, in_tile.shape)
-            weight = tl.load(weight_ptrs, mask=col < hidden, other=0.0)
+            weight = tl.load(weight_ptr + col, mask=col < hidden, other=0.0)
         cleared = own_ptr + (turn + RING_SLOTS - 1) % RING_SLOTS * stride_slot + in_ring
         for step in tl.static_range(1, SIZE):
             source = (RANK + step) % SIZE
@@ -220,7 +219,7 @@ def _all_reduce_norm_kernel(
         tl.store(out_ptr + row * stride_out_token + col, rounded, mask=in_tile)
         if normed_ptr is not None:
             x = rounded.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / hidden + eps)
+            scale = inverse_rms(x, hidden, eps)
             normed = (x * scale[:, None]).to(OUT).to(tl.float32) * weight.to(tl.float32)
             tl.store(normed_ptr + row * stride_normed_token + col, normed.to(OUT), mask=in_tile)
         turn = (turn + 1) % RING_SLOTS

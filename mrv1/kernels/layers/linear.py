@@ -15,10 +15,10 @@ hold the weights, the vendor's library most other calls with more than MOST_TOKE
 and activation in kernels of their own), and ``linear_tiles`` the rest. Where several programs
 share the inputs of a result (splits), ``linear_splits`` adds up their sums and norms the result.
 
-A deterministic call has one order of additions for any number of tokens (``Chains``): up to 64
-tokens ``linear_registers`` computes it, and more tokens ``linear_tiles``, which otherwise computes
-all deterministic calls. The two kernels use different instructions of the tensor cores (mma.sync
-and wgmma), which a GPU must round alike.
+A deterministic call has one order of additions, a ``SumOrder``, for any number of tokens and of
+rows of weights. Up to 64 tokens ``linear_registers`` computes it if registers hold the weights,
+else ``linear_tiles``. The two use different instructions of the tensor cores (mma.sync and wgmma),
+which a GPU must round alike.
 """
 
 from __future__ import annotations
@@ -33,15 +33,20 @@ from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import silu_and_mul
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_registers import Chains, RegisterConfig, multiply_in_registers
+from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
+from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
 MOST_TOKENS = 32
 """Most tokens for which tiles are used although the library could multiply. On an H200 in bfloat16
 the four products of a Qwen3-0.6B layer, with norms, activation and residuals, take 24 us in tiles
 at 32 tokens (27.6 by the library) and 31 us at 64 tokens (28.5 by the library)."""
+WARP_GROUP_CAPABILITY = (9, 0)
+"""The compute capability of ``linear_groups``."""
+MOST_REGISTER_TOKENS = 64
+"""Most tokens of a deterministic call that warp groups do not take: half of a tile's."""
 PRODUCTS_FROM_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
 """Compute capabilities whose tensor cores read both operands from shared memory, 227 KiB per
 program: large tiles do not pass through registers."""
@@ -66,6 +71,7 @@ def linear(
     normed_out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
+    leaves: int | None = None,
 ) -> torch.Tensor:
     """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, each part if it is given.
 
@@ -86,8 +92,12 @@ def linear(
             each row of ``out``. Overlaps with nothing else.
         prefetch: contiguous, x's device: weights that a later call reads, prefetched into the
             GPU's L2 cache where that is known to be worth it; not otherwise used.
-        deterministic: whether a row's bits depend on that row alone, not on the number of tokens:
-            one order of additions for any number of tokens.
+        deterministic: whether a result's bits depend on its row of x and of weight alone: one
+            order of additions for any number of tokens and of rows.
+        leaves: only if deterministic: 1, 2, 4 or 8, the parts of equal length (the last may be
+            shorter) into which the inputs are cut. Each is one sum; the sums are added in a tree,
+            neighbours first. Those of N ranks with 8 / N leaves each, added so, are the bits of
+            one rank with 8. None = a number that follows from the number of inputs.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -101,6 +111,7 @@ def linear(
         sum the splits in the dtype. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
+    check_leaves(leaves, deterministic=deterministic)
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
     if out is None:
@@ -122,16 +133,25 @@ def linear(
         out_norm_weight=out_norm_weight,
         normed_out=normed_out,
         prefetch=prefetch,
+        order=SumOrder.of(x.shape[1], leaves) if deterministic else None,
     )
     is_normed = False
     if is_vector:
         multiply_vector(call, _vector_config(call))
-    elif (config := _register_config(call, deterministic)) is not None:
+    elif (config := _register_config(call)) is not None:
         is_normed = multiply_in_registers(call, config)
     elif not deterministic and call.num_tokens > MOST_TOKENS and _library_can(call):
         _multiply_by_library(call)
+    elif _takes_groups(call):
+        # Imported here: Gluon needs a compiler, which the interpreter's process has not.
+        from mrv1.kernels.layers.linear_groups import can_copy, multiply_by_groups
+
+        if can_copy(call):
+            is_normed = multiply_by_groups(call)
+        else:
+            is_normed = multiply_tiles(call, _tile_config(call))
     else:
-        is_normed = multiply_tiles(call, _tile_config(call, deterministic))
+        is_normed = multiply_tiles(call, _tile_config(call))
     if normed_out is not None and out_norm_weight is not None and not is_normed:
         rms_norm(out, out_norm_weight, eps, out=normed_out)
     return out
@@ -145,25 +165,17 @@ def _vector_config(call: LinearCall) -> VectorConfig:
     )
 
 
-def _chains(call: LinearCall) -> Chains | None:
-    """Return the order of a deterministic sum; None where ``linear_tiles`` computes all calls."""
-    if INTERPRET or call.x.dtype.itemsize != 2:
-        return None
-    if device_info(call.x.device).capability not in ONE_ROUNDING:
-        return None
-    return Chains.of(call.num_in, call.weight.shape[0], is_gated=call.is_gated)
-
-
-def _register_config(call: LinearCall, deterministic: bool) -> RegisterConfig | None:
+def _register_config(call: LinearCall) -> RegisterConfig | None:
     """Return the configuration; None for float32, AMD, too many weights or too many tokens."""
     if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
         return None
     num_rows, is_normed = call.weight.shape[0], call.normed_out is not None
-    if deterministic:
-        chains = _chains(call)
-        if chains is None or call.num_tokens > (64 if call.is_gated or is_normed else 32):
+    if call.order is not None:
+        if INTERPRET or device_info(call.x.device).capability not in ONE_ROUNDING:
             return None
-        return RegisterConfig.in_order_for(call.num_tokens, chains, is_gated=call.is_gated)
+        return RegisterConfig.in_order_for(
+            call.num_tokens, call.num_in, num_rows, call.order, is_gated=call.is_gated
+        )
     if INTERPRET:
         return RegisterConfig.for_interpreter(call.num_tokens, num_rows)
     return RegisterConfig.default_for(
@@ -171,24 +183,26 @@ def _register_config(call: LinearCall, deterministic: bool) -> RegisterConfig | 
     )
 
 
-def _tile_config(call: LinearCall, deterministic: bool) -> TileConfig:
-    num_rows = call.weight.shape[0]
+def _takes_groups(call: LinearCall) -> bool:
+    """Say whether warp groups compute the call if its steps can be copied."""
+    is_many = call.order is not None and call.num_tokens > MOST_REGISTER_TOKENS
+    if INTERPRET or not is_many or call.x.dtype.itemsize != 2:
+        return False
+    return device_info(call.x.device).capability == WARP_GROUP_CAPABILITY
+
+
+def _tile_config(call: LinearCall) -> TileConfig:
+    num_rows, is_normed = call.weight.shape[0], call.normed_out is not None
     if INTERPRET:
-        return TileConfig.for_interpreter(
-            call.num_tokens, call.num_in, num_rows, deterministic=deterministic
+        part_in = call.num_in if call.order is None else call.order.leaf_in
+        return TileConfig.for_interpreter(call.num_tokens, part_in, num_rows)
+    fast = device_info(call.x.device).capability in PRODUCTS_FROM_SHARED_MEMORY
+    options = {"is_gated": call.is_gated, "is_normed": is_normed, "from_shared_memory": fast}
+    if call.order is not None:
+        return TileConfig.in_order_for(
+            call.num_tokens, num_rows, call.order, call.x.dtype, **options
         )
-    if deterministic and (chains := _chains(call)) is not None:
-        return TileConfig.chained_for(chains, is_gated=call.is_gated)
-    return TileConfig.default_for(
-        call.num_tokens,
-        call.num_in,
-        num_rows,
-        call.x.dtype,
-        is_gated=call.is_gated,
-        is_normed=call.normed_out is not None,
-        deterministic=deterministic,
-        from_shared_memory=device_info(call.x.device).capability in PRODUCTS_FROM_SHARED_MEMORY,
-    )
+    return TileConfig.default_for(call.num_tokens, call.num_in, num_rows, call.x.dtype, **options)
 
 
 def _library_can(call: LinearCall) -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.sum_order import SumOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class LinearCall:
     normed_out: torch.Tensor | None
     prefetch: torch.Tensor | None
     """Weights that a later launch reads."""
+    order: SumOrder | None
+    """The order of a deterministic sum; None = any."""
 
     @property
     def num_tokens(self) -> int:

@@ -21,51 +21,12 @@ from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
 from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
 NUM_PROGRAMS = 128
 """Programs that run on a GPU at once, one per multiprocessor."""
-CHAIN_IN = 128
-"""Consecutive inputs of a warp whose products are in order: one chain of products."""
 MOST_WEIGHTS = 48 * 1024
 """Most 16-bit weights of a program: 3/8 of a multiprocessor's registers, as for the tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chains:
-    """The order of a deterministic sum, for any number of tokens.
-
-    Every CHAIN_IN inputs are one chain of products. A split's chains are added in order, then the
-    splits.
-    """
-
-    splits: int
-    num_warps: int
-    """Warps of a program in registers, and at most so many chains of a split: 4 or 8."""
-    tile_rows: int
-    row_tiles: int
-
-    @classmethod
-    @lru_cache(maxsize=1024)
-    def of(cls, num_in: int, num_rows: int, *, is_gated: bool) -> Chains | None:
-        """Return the chains of weights that the registers of NUM_PROGRAMS programs hold, or None.
-
-        Few rows are split along the inputs, as in ``RegisterConfig.default_for``: 2048 -> 1024 in
-        four splits of four warps, 3072 -> 1024 in three of eight.
-        """
-        row_tiles = triton.cdiv(num_rows, 16 * NUM_PROGRAMS)
-        can_split = row_tiles == 1 and not is_gated
-        tile_rows = 32 if row_tiles <= 2 and not is_gated else 16
-        row_tiles = 1 if tile_rows == 32 else row_tiles
-        for num_warps in (4, 8):
-            splits = triton.cdiv(num_in, num_warps * CHAIN_IN)
-            num_programs = splits * triton.cdiv(num_rows, row_tiles * tile_rows)
-            weights = row_tiles * tile_rows * num_warps * CHAIN_IN
-            fits = num_programs <= NUM_PROGRAMS and weights <= MOST_WEIGHTS
-            if fits and (splits == 1 or (can_split and splits <= 8)):
-                return cls(
-                    splits=splits, num_warps=num_warps, tile_rows=tile_rows, row_tiles=row_tiles
-                )
-        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +48,10 @@ class RegisterConfig:
     next_start: int = 1
     """When the next kernel's programs may start: together with these (0), when the previous kernel
     is done (1), with the first results (2). Loads of programs that start early delay x."""
-    in_order: bool = False
-    """Whether the bits are those of ``Chains``."""
+    chain_in: int = 0
+    """Consecutive inputs of a warp, a chain of a deterministic sum; 0 = inputs in any order."""
+    in_tree: bool = True
+    """Whether the warps' sums are added as a tree, neighbours first, or from first to last."""
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -139,23 +102,39 @@ class RegisterConfig:
         )
 
     @classmethod
-    def in_order_for(cls, num_tokens: int, chains: Chains, *, is_gated: bool) -> RegisterConfig:
-        """Return the configuration for up to 64 tokens, with the bits of ``chains``.
+    @lru_cache(maxsize=1024)
+    def in_order_for(
+        cls, num_tokens: int, num_in: int, num_rows: int, order: SumOrder, *, is_gated: bool
+    ) -> RegisterConfig | None:
+        """Return the configuration of a deterministic call of up to 64 tokens; None = none fits.
 
-        The next kernel starts at once after splits of up to 16 tokens (H200, Qwen3-0.6B, one
-        token: 0.5 us a layer faster), else as for products in any order.
+        A warp has a chain of at most 256 inputs. The next kernel starts at once after splits of up
+        to 16 tokens (H200, Qwen3-0.6B, one token: 0.5 us a layer faster), else as for products in
+        any order.
         """
-        is_split, is_small = chains.splits > 1, num_tokens <= 16
-        at_once = is_split and (is_small or chains.num_warps == 8)
+        is_long, is_small = order.chain_in > CHAIN_IN, num_tokens <= 16
+        chains = order.leaves if order.leaves > 1 else triton.cdiv(num_in, order.chain_in)
+        num_warps = 4 if is_long or chains <= 4 else 8
+        splits = triton.cdiv(chains, num_warps)
+        row_tiles = triton.cdiv(num_rows, 16 * NUM_PROGRAMS)
+        most_weights = MOST_WEIGHTS // (2 if num_warps == 4 else 1)
+        if num_tokens > 64 or order.chain_in > 256 or (is_gated and splits > 1):
+            return None
+        if not order.is_chained and order.leaves < num_warps:
+            return None
+        if 16 * row_tiles * num_warps * order.chain_in > most_weights:
+            return None
+        is_wide = row_tiles == 2 and not is_gated and not is_long
         return cls(
-            tile_tokens=16 if is_small else 32,
-            tile_rows=chains.tile_rows,
-            row_tiles=chains.row_tiles,
-            splits=chains.splits,
-            num_warps=chains.num_warps,
-            token_tiles=2 if num_tokens > 32 else 1,
-            next_start=0 if at_once else 1 if is_split or is_gated else 2,
-            in_order=True,
+            tile_tokens=16 if is_small or is_long else 32,
+            tile_rows=32 if is_wide else 16,
+            row_tiles=1 if is_wide else row_tiles,
+            splits=splits,
+            num_warps=num_warps,
+            token_tiles=2 if num_tokens > (16 if is_long else 32) else 1,
+            next_start=0 if splits > 1 and is_small else 1 if splits > 1 or is_gated else 2,
+            chain_in=order.chain_in,
+            in_tree=order.leaves > 1,
         )
 
     @classmethod
@@ -182,16 +161,26 @@ def _lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_lanes(
-    rows, first, END: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, WARP_IN: tl.constexpr
+    rows,
+    first,
+    END: tl.constexpr,
+    ROWS: tl.constexpr,
+    WARPS: tl.constexpr,
+    WARP_IN: tl.constexpr,
+    NUM_COLS: tl.constexpr,
 ):
     """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from column ``first`` on.
 
     Eight lines are eight rows of one warp; the next eight are the same rows of the next warp,
     WARP_IN columns on. ``rows`` points to each line's row; END None = no column is past the end.
+    Columns of a line from NUM_COLS on are zeros.
     """
     warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
-    col = first + warp * WARP_IN + tl.arange(0, 32)[None, :]
+    col_of_line = tl.arange(0, 32)[None, :]
+    col = first + warp * WARP_IN + col_of_line
     mask = rows.is_row & (col < END) if END is not None else rows.is_row
+    if NUM_COLS < 32:
+        mask = mask & (col_of_line < NUM_COLS)
     return tl.load(rows.ptr + col, mask=mask, other=0.0)
 
 
@@ -269,6 +258,7 @@ def _linear_registers_kernel(
     WARPS: tl.constexpr,  # 4 or 8: warps of a program
     NEXT_START: tl.constexpr,  # 0, 1 or 2
     CHAIN_IN: tl.constexpr,  # inputs of a warp, which are in order; 0 = in any order
+    IN_TREE: tl.constexpr,  # whether warps are added as a tree, or from the first to the last
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
@@ -276,9 +266,10 @@ def _linear_registers_kernel(
     WARP_IN: tl.constexpr = CHAIN_IN if IN_ORDER else 32
     STEP: tl.constexpr = 32 if IN_ORDER else WARPS * 32
     NUM_STEPS: tl.constexpr = (
-        CHAIN_IN // 32 if IN_ORDER else (IN + SPLITS * STEP - 1) // (SPLITS * STEP)
+        (CHAIN_IN + 31) // 32 if IN_ORDER else (IN + SPLITS * STEP - 1) // (SPLITS * STEP)
     )
-    SPLIT_IN: tl.constexpr = NUM_STEPS * WARPS * 32
+    LINE_IN: tl.constexpr = CHAIN_IN if IN_ORDER else NUM_STEPS * 32  # of all steps, in a line
+    SPLIT_IN: tl.constexpr = WARPS * LINE_IN
     END: tl.constexpr = None if IN % (SPLITS * SPLIT_IN) == 0 else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     let_next_start(OVERLAP and NEXT_START == 0)
@@ -298,7 +289,9 @@ def _linear_registers_kernel(
         row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
         rows = Rows(weight_ptr + row * IN, is_row)
         for step in tl.static_range(NUM_STEPS):
-            lines = _load_lanes(rows, first_in + step * STEP, END, TILE_ROWS, WARPS, WARP_IN)
+            lines = _load_lanes(
+                rows, first_in + step * STEP, END, TILE_ROWS, WARPS, WARP_IN, LINE_IN - step * 32
+            )
             weights += (lines,)  # type: ignore[assignment]
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and NEXT_START == 1)
@@ -309,7 +302,15 @@ def _linear_registers_kernel(
         tokens = Rows(x_ptr + token * stride_x_token, is_token)
         xs = ()
         for step in tl.static_range(NUM_STEPS):
-            lines = _load_lanes(tokens, first_in + step * STEP, END, TILE_TOKENS, WARPS, WARP_IN)
+            lines = _load_lanes(
+                tokens,
+                first_in + step * STEP,
+                END,
+                TILE_TOKENS,
+                WARPS,
+                WARP_IN,
+                LINE_IN - step * 32,
+            )
             xs += (lines,)  # type: ignore[assignment]
         if prefetch_ptr is not None and token_step == 0:
             prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
@@ -324,10 +325,10 @@ def _linear_registers_kernel(
                 weight = _as_operand(lines, TILE_ROWS, WARPS, IN_ORDER)
                 x = _as_operand(xs[step], TILE_TOKENS, WARPS, IN_ORDER)
                 y = tl.dot(weight, tl.permute(x, (0, 2, 1)), y)
-            if IN_ORDER:
-                y = _sum_in_order(y, WARPS, TILE_ROWS, TILE_TOKENS)
-            else:
+            if IN_TREE:
                 y = _sum_of_warps(y, WARPS, TILE_ROWS, TILE_TOKENS)
+            else:
+                y = _sum_in_order(y, WARPS, TILE_ROWS, TILE_TOKENS)
             let_next_start(OVERLAP and NEXT_START == 2 and tile == 0)
             col = first_out + tile * TILE_OUT + tl.arange(0, TILE_OUT)[:, None]
             is_out = col < num_out
@@ -379,7 +380,8 @@ def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
         SPLITS=splits,
         WARPS=config.num_warps,
         NEXT_START=config.next_start,
-        CHAIN_IN=CHAIN_IN if config.in_order else 0,
+        CHAIN_IN=config.chain_in,
+        IN_TREE=config.in_tree,
         num_warps=config.num_warps,
         **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
         **overlap_options(call.x.device),

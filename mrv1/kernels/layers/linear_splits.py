@@ -8,9 +8,22 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
+from mrv1.kernels.layers.norm import inverse_rms
 
 TILE_OUT = 512
 """Results of one program without a norm; a norm needs all results of a token in one program."""
+
+
+@triton.jit
+def _sum_of_splits(ptr, mask, stride, COUNT: tl.constexpr):
+    """Return the sum of COUNT splits, ``stride`` apart: of the halves, each summed alike."""
+    HALF: tl.constexpr = triton.next_power_of_2(COUNT) // 2
+    if COUNT == 1:
+        y = tl.load(ptr, mask=mask, other=0.0)
+    else:
+        y = _sum_of_splits(ptr, mask, stride, HALF)
+        y += _sum_of_splits(ptr + HALF * stride, mask, stride, COUNT - HALF)
+    return y
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,29 +44,28 @@ def _add_splits_kernel(
     TILE_OUT: tl.constexpr,  # with a norm at least num_out
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token, added in split order."""
+    """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token."""
     let_next_start(OVERLAP)
     num_tiles = tl.cdiv(num_out, TILE_OUT)
     token = (tl.program_id(0) // num_tiles).to(tl.int64)
     col = (tl.program_id(0) % num_tiles) * TILE_OUT + tl.arange(0, TILE_OUT)
     inside = col < num_out
-    y = tl.zeros([TILE_OUT], tl.float32)
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + col, mask=inside, other=0.0)
     if norm_weight_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + col, mask=inside, other=0.0)
     wait_for_previous(OVERLAP)
-    for split in tl.static_range(SPLITS):
-        sum_ptr = sums_ptr + (split * num_tokens + token) * num_out + col
-        y += tl.load(sum_ptr, mask=inside, other=0.0)
+    split_stride = num_tokens.to(tl.int64) * num_out
+    y = _sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
     if residual_ptr is not None:
         residual_ptr += token * stride_residual_token + col
         y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
     out = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out_token + col, out, mask=inside)
     if norm_weight_ptr is not None:
-        wide = out.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / num_out + eps)
+        scale = inverse_rms(tl.reshape(out.to(tl.float32), [1, TILE_OUT]), num_out, eps)
         normed_ptr += token * stride_normed_token + col
         tl.store(normed_ptr, normed(out, scale, norm_weight), mask=inside)
 

@@ -18,6 +18,7 @@ from mrv1.kernels.layers.contracts import (
     FeatureRows,
     check_features,
 )
+from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
 
 @counted
@@ -62,8 +63,12 @@ def apply_rope(
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(x)``, with its limit at -inf, where torch returns NaN."""
-    return torch.nn.functional.silu(x.clamp(min=torch.finfo(x.dtype).min))
+    """Return ``silu(x)``, with its limit at -inf.
+
+    There torch's own returns NaN; and on a CPU its last bits follow a value's place in the tensor.
+    """
+    x = x.clamp(min=torch.finfo(x.dtype).min)
+    return x / (1 + torch.exp(-x))
 
 
 @counted
@@ -89,13 +94,16 @@ def linear(
     normed_out: torch.Tensor | None = None,
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
+    leaves: int | None = None,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.linear`; if deterministic, it multiplies row by row."""
+    """Oracle of :func:`mrv1.kernels.linear`."""
+    check_leaves(leaves, deterministic=deterministic)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
-    matrix = wide(weight).T
-    parts = x.split(1) if deterministic and len(x) else (x,)
-    y = torch.cat([wide(part) @ matrix for part in parts])
+    if deterministic:
+        y = _sum_in_order(wide(x), wide(weight), SumOrder.of(x.shape[1], leaves))
+    else:
+        y = wide(x) @ wide(weight).T
     if bias is not None:
         y = y + wide(bias)
     if activation is not None:
@@ -107,6 +115,18 @@ def linear(
     if normed_out is not None and out_norm_weight is not None:
         rms_norm(y, out_norm_weight, eps, out=normed_out)
     return y if out is None else out.copy_(y)
+
+
+def _sum_in_order(x: torch.Tensor, weight: torch.Tensor, order: SumOrder) -> torch.Tensor:
+    """Return ``x @ weight.T``, each result summed alike; a matrix product's order follows M, N."""
+    sums = x.new_zeros(order.leaves, len(x), len(weight))
+    for index, leaf in enumerate(x.split(order.leaf_in, dim=1)):
+        of_leaf = weight[:, index * order.leaf_in :][:, : order.leaf_in]
+        for token, row in enumerate(leaf):
+            sums[index, token] = (of_leaf * row).sum(-1)
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    return sums[0]
 
 
 @counted

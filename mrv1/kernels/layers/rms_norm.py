@@ -18,6 +18,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.norm import inverse_rms
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -58,11 +59,8 @@ def _rms_norm_kernel(
         tl.store(residual_ptr + residual_offset, rounded, mask=in_row)
         x = rounded.to(tl.float32)
 
-    scale = tl.rsqrt(tl.sum(x * x, axis=1) / dim + eps)
-    # A pointer per row, so that x gets the layout of this load, in which its squares are added up:
-    # by itself, x has another layout, and so other bits, where its rows are not aligned.
-    weight_ptrs = tl.broadcast_to(weight_ptr + col, in_row.shape)
-    weight = tl.load(weight_ptrs, mask=col < dim, other=0.0).to(tl.float32)
+    scale = inverse_rms(x, dim, eps)
+    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0).to(tl.float32)
     normed = (x * scale[:, None]).to(dtype).to(tl.float32) * weight
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)

@@ -69,7 +69,7 @@ class ParallelRunner(ModelRunner):
         unlinked = Gloo(0, size, timeout=0.0)  # a context of several ranks has collectives
         ParallelContext(
             size=size, all_reduce=unlinked.all_reduce, all_gather=unlinked.all_gather
-        ).shard(ModelConfig.from_pretrained(config.model))
+        ).shard(ModelConfig.from_pretrained(config.model), deterministic=config.deterministic)
         self._ranks = Ranks(config, head_policy, devices, has_processors=bool(logits_processors))
         self._controls = Controls(self, self._ranks, self._end)
         try:
