@@ -28,6 +28,9 @@ from mrv1.runner.step import StepPlan
 SHARED_BYTES = 1 << 26
 """Most bytes of new weights that the ranks read at a time."""
 
+CALL_SECONDS = 600.0
+"""Longest call between steps, such as one that pins memory for the weights of a large model."""
+
 ALIGNMENT = 16
 """Bytes at a multiple of which each piece begins."""
 
@@ -238,8 +241,8 @@ class Asking(Protocol):
         """Wait for the answers of all, once rank 0 has made the call itself."""
         ...
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Let this rank's GPU wait for the others' inside."""
+    def waiting(self, what: str, timeout: float | None = None) -> AbstractContextManager[None]:
+        """Let this rank's GPU wait for the others' inside, for so many seconds at most."""
         ...
 
     def share(self, fd: int) -> None:
@@ -350,7 +353,7 @@ class Controls:
     def _ending(self, what: str) -> Iterator[None]:
         """End all ranks if something fails inside."""
         try:
-            with self._ranks.waiting(what):
+            with self._ranks.waiting(what, CALL_SECONDS):
                 yield
         except BaseException as error:
             self._end(error)
