@@ -390,6 +390,7 @@ WAITING_FILES = {
 }
 WAITING_FUNCTIONS = {
     "models.parallel:ParallelContext.least": "start-up, before the first step",
+    "models.parallel:ParallelContext.union": "start-up, before the first step",
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
     "runner.block_table:BlockTables._counted": "a numpy array on the host",
     "runner.block_table:BlockTables._check": "a numpy array of the plan",

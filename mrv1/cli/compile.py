@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mrv1.cli.console import counting_bar, say, second_interrupt_ends
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.config import EngineConfig
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
 @command
@@ -35,14 +39,20 @@ def compile_command(
     from mrv1.runner.compile_ahead import KernelSet, compile_kernels, is_compiled, left_out
 
     kernels = KernelSet.of(EngineConfig(model=model, **engine), target)
-    if is_compiled(kernels):
+    missing = [each for each in kernels.of_ranks() if not is_compiled(each)]
+    if not missing:
         say("nothing to do: the kernels are in Triton's cache")
         return
-    with counting_bar(transient=True) as bar:
-        task = bar.add_task("compile kernels", total=None)
-        count = compile_kernels(
-            kernels, lambda done, total: bar.update(task, completed=done, total=total)
-        )
-    say(f"{count} kernels compiled for {kernels.gpu.name}")
+    for of_rank in missing:  # a kernel of more ranks than one is found in the cache
+        with counting_bar(transient=True) as bar:
+            task = bar.add_task("compile kernels", total=None)
+            show = partial(_show, bar, task)
+            count = compile_kernels(of_rank, show)
+        rank = f" for rank {of_rank.rank}" if len(missing) > 1 else ""
+        say(f"{count} kernels compiled for {kernels.gpu.name}{rank}")
     if note := left_out():
         say(note)
+
+
+def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
+    bar.update(task, completed=done, total=total)

@@ -92,16 +92,12 @@ class KernelSet:
     def of(cls, config: EngineConfig, target: str | None) -> Self:
         """Return the set of a checkpoint that is configured but not loaded, for any device.
 
+        Of several ranks it is that of rank 0, all of which share memory; see ``of_ranks``.
         ``target`` is one of ``GPUS``; None = the first GPU of this machine.
 
         Raises:
-            ConfigError: a wrong checkpoint or target, no GPU, or several ranks, which have none.
+            ConfigError: a wrong checkpoint or target, or no GPU.
         """
-        if config.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size: expected 1 on a GPU, got {config.tensor_parallel_size}; "
-                "several ranks run on device='cpu' only so far, without compiled kernels"
-            )
         config = replace(config, model=str(checkpoint_dir(config.model)))
         model = ModelConfig.from_pretrained(
             config.model, generation_config=config.generation_config
@@ -113,7 +109,17 @@ class KernelSet:
             head_policy=resolve_policy(config, model, None, is_checkpoint=True),
             dtype=resolve_dtype(dtype_name(config.dtype), model.torch_dtype, gpu.device),
             gpu=gpu,
+            has_peers=config.tensor_parallel_size > 1,
         )
+
+    def of_ranks(self) -> list[Self]:
+        """Return the set of each rank."""
+        return [replace(self, rank=rank) for rank in range(self.config.tensor_parallel_size)]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """The rank, and the number of ranks, which compile many of the same kernels at once."""
+        return self.rank, self.config.tensor_parallel_size
 
     @property
     def digest(self) -> str:
@@ -325,7 +331,8 @@ def compile_from_stdin(record: Callable[[Kernels], KernelRecorder]) -> None:
     except Mrv1Error as error:
         sys.exit(str(error))
     problems, total = [], len(recorder.kernels)
-    for done, problem in enumerate(recorder.compile(num_processes), start=1):
+    share = getattr(kernels, "share", (0, 1))
+    for done, problem in enumerate(recorder.compile(num_processes, *share), start=1):
         problems += [problem] if problem else []
         sys.stdout.write(f"{done} {total}\n")
         sys.stdout.flush()

@@ -41,16 +41,26 @@ def test_the_kernels_of_a_model_are_compiled_once(mrv1: Mrv1, checkpoint: str, m
     assert [kernels.digest for kernels in compiled] == [KernelSet.of(config, "sm_90").digest]
 
 
+def test_the_kernels_of_each_rank_are_compiled(mrv1: Mrv1, checkpoint: str, monkeypatch):
+    compiled: list[KernelSet] = []
+    monkeypatch.setattr(
+        compile_ahead, "compile_kernels", lambda kernels, show: compiled.append(kernels) or 7
+    )
+    result = mrv1(
+        "compile", "--model", checkpoint, "--target", "sm_90", "--tensor-parallel-size", 2
+    )
+    assert result.stderr == "".join(
+        f"7 kernels compiled for sm_90 for rank {rank}\n" for rank in range(2)
+    )
+    assert [(each.rank, each.has_peers) for each in compiled] == [(0, True), (1, True)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--target", "sm_70"), "target: expected one of sm_80, sm_86, .*, got 'sm_70'"),
         ((), "target: expected one of sm_80, .*, as no GPU is here"),
         (("--target", "sm_90", "--block-size", 7), "block_size: expected one of"),
-        (
-            ("--target", "sm_90", "--tensor-parallel-size", 2),
-            "tensor_parallel_size: expected 1 on a GPU, got 2",
-        ),
     ],
 )
 def test_a_wrong_argument_is_one_line(

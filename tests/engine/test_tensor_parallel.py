@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError
+from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError, device
 from mrv1.engine.core import EngineCore
 from mrv1.runner.ranks import parallel_runner, processes
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
@@ -192,11 +192,19 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
         LLM(str(checkpoint), **given_options)
 
 
-def test_a_gpu_is_refused(checkpoint, monkeypatch):
-    gpus = [torch.device("cuda", rank) for rank in range(2)]
-    monkeypatch.setattr(parallel_runner, "rank_devices", lambda name, size: gpus)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 1 on cuda:0, got 2;"):
-        LLM(str(checkpoint), tensor_parallel_size=2)
+def test_ranks_need_a_gpu_each(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        device, "resolve_device", lambda name: torch.device("cuda", int(name[5:] or 0))
+    )
+    with pytest.raises(
+        ConfigError, match=r"tensor_parallel_size: expected at most 1 ranks, .* got 2"
+    ):
+        LLM(str(checkpoint), device="cuda", tensor_parallel_size=2)
+    with pytest.raises(
+        ConfigError, match=r"device: expected 'cuda' with tensor_parallel_size=2, .*:1"
+    ):
+        LLM(str(checkpoint), device="cuda:1", tensor_parallel_size=2)
 
 
 # --- processes ----------------------------------------------------------------------------------

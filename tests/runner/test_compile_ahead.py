@@ -18,6 +18,7 @@ import torch
 from mrv1 import EngineConfig
 from mrv1.device import INTERPRET
 from mrv1.errors import ConfigError
+from mrv1.kernels._base.recording import order_of
 from mrv1.runner import compile_ahead
 from mrv1.runner.compile_ahead import (
     CompilationError,
@@ -346,3 +347,10 @@ def test_a_start_finds_every_kernel_that_was_compiled_without_a_gpu(cache: Path)
     assert compile_kernels(kernels, lambda done, total: None) > 20
     child = subprocess.run([sys.executable, "-c", START], capture_output=True, check=True)
     assert child.stdout.splitlines()[-1] == b"[]"
+
+
+def test_ranks_that_compile_the_same_kernels_begin_with_different_ones():
+    orders = [order_of(7, rank, 3) for rank in range(3)]
+    assert orders[1] == [1, 4, 2, 5, 0, 3, 6]
+    assert [sorted(order) for order in orders] == 3 * [[*range(7)]]
+    assert order_of(3, 0, 1) == [0, 1, 2]

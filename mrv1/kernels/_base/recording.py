@@ -97,8 +97,11 @@ class KernelRecorder:
         self.kernels.append(RecordedKernel(source, dict(options)))
         return _NotLaunched()
 
-    def compile(self, num_processes: int) -> Iterator[str]:
+    def compile(self, num_processes: int, share: int = 0, num_shares: int = 1) -> Iterator[str]:
         """Compile the recorded kernels into Triton's cache; yield the problem of each, or "".
+
+        Begin with one of ``num_shares`` parts, if others compile the same kernels at the same time
+        and begin with another: what they have compiled by then is found in the cache.
 
         The C modules that launch them are built, too; a problem of the module that all share is
         yielded last. At most ``num_processes``, forked from this one, compile at the same time.
@@ -116,7 +119,7 @@ class KernelRecorder:
             ) as pool,
         ):
             driver_module = pool.submit(_Worker.build_driver_module)
-            indices = range(len(self.kernels))
+            indices = order_of(len(self.kernels), share, num_shares)
             for future in as_completed([pool.submit(_Worker.compile, i) for i in indices]):
                 yield future.result()
             if problem := driver_module.result():
@@ -131,6 +134,12 @@ class KernelRecorder:
         except Exception as error:
             return f"{kernel.name}: {type(error).__name__}: {error}"
         return ""
+
+
+def order_of(count: int, share: int, num_shares: int) -> list[int]:
+    """Return the indices below ``count``, every ``num_shares``-th from ``share`` on first."""
+    firsts = [(share + i) % num_shares for i in range(num_shares)]
+    return [index for first in firsts for index in range(first, count, num_shares)]
 
 
 class _Worker:

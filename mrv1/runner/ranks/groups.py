@@ -146,12 +146,10 @@ class Nccl:
         """Connect to the other ranks, which all have to call this; harmless when repeated."""
         if self._nccl is not None:
             return
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-        from torch.distributed import (  # type: ignore[attr-defined]
-            PrefixStore,
-            ProcessGroup,
-            ProcessGroupNCCL,
-        )
+        from torch._C._distributed_c10d import _register_process_group
+        from torch.distributed import ProcessGroup, ProcessGroupNCCL
+
+        from mrv1.runner.ranks.counted_store import CountedStore
 
         options = ProcessGroupNCCL.Options()
         options._timeout = self._timeout
@@ -161,16 +159,15 @@ class Nccl:
             self.all_reduce(torch.zeros(1, device=self._device))  # makes the communicator
             torch.cuda.synchronize(self._device)
         # A group that symmetric memory finds by its name, and that no default group knows of.
-        group = ProcessGroup(store, self._rank, self._size)
+        counted = CountedStore(store)
+        group = ProcessGroup(counted, self._rank, self._size)
         group._register_backend(self._device, ProcessGroup.BackendType.NCCL, nccl)
         name = f"mrv1-{store.port}"
         group._set_group_name(name)  # type: ignore[arg-type]  # of newer stubs
         _register_process_group(name, group)  # type: ignore[arg-type]
-        symmetric = PrefixStore("symmetric_memory", store)
-        _SymmetricMemory.set_group_info(name, self._rank, self._size, symmetric)
         self._group = group
         # At the end of the program the other ranks are gone, and NCCL would wait for them.
-        self._finalizer = weakref.finalize(self, keep_for_ever, (nccl, group))
+        self._finalizer = weakref.finalize(self, keep_for_ever, (nccl, group, counted))
 
     def abort(self) -> None:
         """End the kernels that wait for another rank; no collective works afterwards."""

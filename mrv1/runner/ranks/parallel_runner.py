@@ -60,11 +60,6 @@ class ParallelRunner(ModelRunner):
         if model is not None:
             raise ConfigError(f"model: expected none with tensor_parallel_size={size}, got one")
         devices = rank_devices(config.device, size)
-        if devices[0].type != "cpu":
-            raise ConfigError(
-                f"tensor_parallel_size: expected 1 on {devices[0]}, got {size}; several ranks run "
-                "on device='cpu' only so far"
-            )
         config = replace(config, model=str(checkpoint_dir(config.model, progress=progress)))
         unlinked = Gloo(0, size, timeout=0.0)  # a context of several ranks has collectives
         ParallelContext(
