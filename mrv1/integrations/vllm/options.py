@@ -26,6 +26,9 @@ KV_CACHE_DTYPES = {
 CONNECTORS = ("ExampleConnector",)
 """vLLM's KV connectors that index a layer's tensor; others copy whole blocks by their address."""
 
+EXECUTORS = ("mp",)
+"""Executors of several ranks: each worker is a process of this host, and the driver answers."""
+
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
@@ -46,6 +49,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
         load_format="dummy" if vllm_config.load_config.load_format == "dummy" else "auto",
         dtype=model.dtype,
         device=str(device),
+        tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
         kv_cache_dtype=KV_CACHE_DTYPES[cache.cache_dtype],
         block_size=cache.block_size,
         max_model_len=model.max_model_len,
@@ -87,8 +91,6 @@ def _problems(config: VllmConfig) -> Iterator[str]:
     yield from _unset(config, "ec_transfer_config", "weight_transfer_config", "watermark_config")
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     for name in (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
         "data_parallel_size",
         "decode_context_parallel_size",
         "prefill_context_parallel_size",
@@ -96,6 +98,7 @@ def _problems(config: VllmConfig) -> Iterator[str]:
         size = getattr(parallel, name, 1)
         if size != 1:
             yield f"{name}: expected 1, got {size}"
+    yield from _rank_problems(config)
     yield from _flags_off(parallel, "enable_eplb", "enable_dbo")
     if model.runner_type != "generate":
         yield f"runner: expected 'generate', got {model.runner_type!r}"
@@ -126,6 +129,28 @@ def _problems(config: VllmConfig) -> Iterator[str]:
     if load.load_format not in LOAD_FORMATS:
         yield f"load_format: expected one of {LOAD_FORMATS}, got {load.load_format!r}"
     yield from _unset(load, "download_dir")
+
+
+def _rank_problems(config: Any) -> Iterator[str]:  # noqa: ANN401 - a VllmConfig
+    parallel = config.parallel_config
+    stages, size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    if stages != 1:
+        yield (
+            f"pipeline_parallel_size: expected 1, got {stages}; mrv1's attention backend runs "
+            "with several stages (--attention-backend CUSTOM)"
+        )
+    if size == 1:
+        return
+    if parallel.nnodes != 1:
+        yield f"nnodes: expected 1 with tensor_parallel_size={size}, got {parallel.nnodes}"
+    executor = parallel.distributed_executor_backend
+    if executor not in EXECUTORS:
+        yield (
+            f"distributed_executor_backend: expected one of {EXECUTORS} with "
+            f"tensor_parallel_size={size}, got {executor!r}"
+        )
+    if config.kv_transfer_config is not None:
+        yield f"kv_transfer_config: expected none with tensor_parallel_size={size}, got one"
 
 
 def _unset(config: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - a part of vLLM's

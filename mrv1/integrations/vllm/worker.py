@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,10 +26,11 @@ from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.kv_transfer import KVTransfer
 from mrv1.integrations.vllm.options import engine_config, share_of_all
 from mrv1.integrations.vllm.outputs import StepResult
+from mrv1.integrations.vllm.ranks import Watch, end_process, parallel_context
 from mrv1.integrations.vllm.requests import Requests, Step
 from mrv1.integrations.vllm.sampling import MAX_EOS_TOKENS
 from mrv1.integrations.vllm.versions import interface, resolve
-from mrv1.models import Checkpoint, DecoderModel
+from mrv1.models import Checkpoint, DecoderModel, ParallelContext
 from mrv1.runner import AsyncOutput, ModelRunner
 
 if TYPE_CHECKING:
@@ -43,7 +45,11 @@ KV_LAYOUT = "LBHNC"
 
 
 class Worker(WorkerBase):  # type: ignore[misc]
-    """Executes what vLLM's scheduler decides, on one GPU, or on a CPU for tests."""
+    """Executes what vLLM's scheduler decides on one GPU, or on a CPU for tests.
+
+    Of several tensor-parallel ranks each process has one, and executes the same steps. Results
+    are those of the driver, whose errors vLLM reports; another rank that fails ends its process.
+    """
 
     def __init__(
         self,
@@ -63,6 +69,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         )
         self._engine_config = engine_config(vllm_config, torch.device("cpu"))
         self._is_async = bool(self.scheduler_config.async_scheduling)
+        self._parallel = ParallelContext()
+        self._watch: Watch | None = None
+        """On a rank whose results vLLM does not read."""
         self._loaded: ModelRunner | None = None  # vLLM expects a torch.nn.Module in model_runner
         self._requests: Requests | None = None
         self._awaits_masks: Step | None = None
@@ -83,6 +92,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         from vllm.distributed import (
             ensure_model_parallel_initialized,
             init_distributed_environment,
+            set_custom_all_reduce,
         )
 
         on_gpu = self.device_config.device_type == "cuda"
@@ -96,14 +106,19 @@ class Worker(WorkerBase):  # type: ignore[misc]
             index = platform.logical_device_id_to_visible_device_id(self.local_rank)
             self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
+        parallel = self.parallel_config
+        set_custom_all_reduce(not parallel.disable_custom_all_reduce)
         init_distributed_environment(
-            1,
+            parallel.world_size,
             self.rank,
             self.distributed_init_method,
             self.local_rank,
             "nccl" if on_gpu else "gloo",
         )
-        ensure_model_parallel_initialized(1, 1)
+        ensure_model_parallel_initialized(parallel.tensor_parallel_size, 1)
+        self._parallel = parallel_context(self.device)
+        if not self.is_driver_worker:
+            self._watch = Watch(self.rank)
         config = engine_config(self.vllm_config, self.device)
         if on_gpu and config.kv_cache_memory_bytes is None:
             share = share_of_all(config.gpu_memory_utilization, *memory_bytes(self.device))
@@ -117,7 +132,9 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """
         if load_dummy_weights:
             self._engine_config = replace(self._engine_config, load_format="dummy")
-        runner = ModelRunner(self._engine_config, allocates=False, progress=False)
+        runner = ModelRunner(
+            self._engine_config, parallel=self._parallel, allocates=False, progress=False
+        )
         eos = runner.model_config.eos_token_ids
         if len(eos) > MAX_EOS_TOKENS:
             raise ConfigError(
@@ -195,6 +212,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """
         if self._profiler is not None:
             self._profiler.step()
+        with self._watched():
+            return self._execute(scheduler_output)
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         runner, transfer = self._runner, self._transfer
         step = self._scheduled.plan(scheduler_output)
         if step is None:
@@ -220,8 +241,21 @@ class Worker(WorkerBase):  # type: ignore[misc]
 
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Draw tokens that await masks; return the result. StepError; RuntimeError: no step."""
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Draw tokens that await masks; return the result, of the driver alone.
+
+        StepError; RuntimeError: no step.
+        """
+        with self._watched():
+            step, output = self._sample(grammar_output)
+            if self._watch is not None:
+                self._watch.add(output)
+                return None
+        transferred, self._transferred = self._transferred, None
+        result = StepResult(step, output, transferred)
+        return result if self._is_async else result.get_output()
+
+    def _sample(self, grammar_output: GrammarOutput | None) -> tuple[Step, AsyncOutput]:
         step, self._awaits_masks = self._awaits_masks, None
         launched, self._launched = self._launched, None
         if step is not None:
@@ -232,9 +266,17 @@ class Worker(WorkerBase):  # type: ignore[misc]
             launched = step, self._runner.sample(masks, rows)
         if launched is None:
             raise RuntimeError("sample_tokens: expected a step of execute_model, got none")
-        transferred, self._transferred = self._transferred, None
-        result = StepResult(*launched, transferred)
-        return result if self._is_async else result.get_output()
+        return launched
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """End the process after an error of which vLLM would not learn."""
+        try:
+            yield
+        except Exception as error:
+            if self._watch is None:
+                raise
+            end_process(self.rank, error)
 
     def synchronize_device(self) -> None:
         """Wait for the launched steps."""
@@ -355,6 +397,10 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+        if self._watch is not None:
+            self._watch.close()
+        if self._parallel.peers is not None:
+            self._parallel.peers.abort.fill_(1)  # kernels that wait for a rank that has ended
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None

@@ -67,6 +67,10 @@ weigh little in the sum, and all of them little beside attention, which is what 
 rounding moves the logits by less than most best tokens lead.
 """
 
+WORKER = {
+    "worker_cls": "mrv1.integrations.vllm.Worker",
+    "logits_processors": [REQUEST_CHECK],
+}
 DOORS: dict[str, dict[str, Any]] = {
     "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
     "backend": {"attention_backend": "CUSTOM"},
@@ -79,10 +83,11 @@ DOORS: dict[str, dict[str, Any]] = {
             "cudagraph_capture_sizes": [1, 4, 8, 16, 64, 256, 512],
         },
     },
-    "worker": {
-        "worker_cls": "mrv1.integrations.vllm.Worker",
-        "logits_processors": [REQUEST_CHECK],
-    },
+    "worker": WORKER,
+    "backend-ranks-2": {"attention_backend": "CUSTOM", "tensor_parallel_size": 2},
+    "backend-stages-2": {"attention_backend": "CUSTOM", "pipeline_parallel_size": 2},
+    "worker-ranks-2": WORKER | {"tensor_parallel_size": 2},
+    "worker-ranks-4": WORKER | {"tensor_parallel_size": 4},
 }
 
 

@@ -137,6 +137,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("qwen3_moe", "backend", ROUNDING),
         ("gemma2", "backend", ROUNDING),
         ("gpt_oss", "backend", ROUNDING),
+        pytest.param("llama", "backend-ranks-2", ROUNDING, marks=pytest.mark.multi_gpu(2)),
+        pytest.param("llama", "backend-stages-2", ROUNDING, marks=pytest.mark.multi_gpu(2)),
+        pytest.param("llama", "worker-ranks-2", ROUNDING, marks=pytest.mark.multi_gpu(2)),
+        # Two ranks have the same KV head.
+        pytest.param("llama", "worker-ranks-4", ROUNDING, marks=pytest.mark.multi_gpu(4)),
     ],
 )
 def test_outputs_are_those_of_flash_attention(

@@ -128,7 +128,6 @@ def test_every_sampling_parameter_is_known_or_refused():
         ("", "speculative_config", object()),
         ("", "ec_transfer_config", object()),
         ("", "weight_transfer_config", object()),
-        ("parallel_config", "tensor_parallel_size", 2),
         ("parallel_config", "pipeline_parallel_size", 2),
         ("parallel_config", "data_parallel_size", 2),
         ("parallel_config", "decode_context_parallel_size", 2),
