@@ -428,6 +428,7 @@ def test_an_error_of_a_rank_at_the_start_is_raised(checkpoint, monkeypatch):
 SCRIPT = """
 import json, os, signal, sys, threading
 signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv[2])  # the ranks look there, too
 from mrv1 import LLM, SamplingParams
 
 llm = LLM(sys.argv[1], device="cpu", tensor_parallel_size=2, num_kv_blocks=32)
@@ -445,15 +446,22 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("from_stdin", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(checkpoint, tmp_path, number):
+def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(
+    checkpoint, tmp_path, number, from_stdin
+):
+    """A script without a guard, from a file or from stdin, elsewhere than the package is."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(checkpoint)], stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[2], env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )  # fmt: skip
+    root = Path(__file__).parents[2]
+    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    arguments = ["-" if from_stdin else str(script), str(checkpoint), str(root)]
+    with script.open() as text:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=text, stdout=subprocess.PIPE, text=True,
+            cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
     with process:
         pids = json.loads(process.stdout.readline())
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
