@@ -6,7 +6,7 @@ import pytest
 
 from tests.process_ranks import run_ranks
 
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 180
 """Each rank compiles kernels for several sizes of the vocabulary."""
 
 
