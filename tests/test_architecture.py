@@ -297,6 +297,7 @@ KERNEL_FOLDERS = {
     "layers": {"_base", "layers"},
     "sampling": {"_base", "sampling"},
     "step": {"_base", "step"},
+    "experts": {"_base", "experts", "layers"},
     "cache": {"_base", "cache", "layers.reference"},  # its oracle calls their norm and rope
     "attention": {"_base", "cache", "attention"},
 }
@@ -304,7 +305,7 @@ KERNEL_FOLDERS = {
 
 
 def kernel_folders_point_one_way(file: File) -> Iterator[str]:
-    """attention -> cache -> the oracles of layers; every folder -> _base."""
+    """attention -> cache -> the oracles of layers; experts -> layers; every folder -> _base."""
     _, folder, module = (*file.name.split(".", 2), "", "")[:3]
     if file.layer != "kernels" or not module:
         return
@@ -470,6 +471,7 @@ LAUNCHES_BY_ROWS = {
     "kernels.layers.linear_registers": "a deterministic call has another configuration",
     "kernels.cache.quarter_write": "a maximum and codes, equal for any tiles",
     "kernels.sampling.edit_logits": "each logit by itself",
+    "kernels.experts.route_experts": "a deterministic call has one configuration",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from mrv1.kernels._base.oracle import calls as calls
 from mrv1.kernels.attention.reference import *  # noqa: F403
 from mrv1.kernels.cache.reference import *  # noqa: F403
+from mrv1.kernels.experts.reference import *  # noqa: F403
 from mrv1.kernels.layers.reference import *  # noqa: F403
 from mrv1.kernels.sampling.filters import kept_tokens as kept_tokens
 from mrv1.kernels.sampling.reference import *  # noqa: F403

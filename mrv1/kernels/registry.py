@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
     from mrv1.kernels.cache.kv_cache_write import kv_cache_write as kv_cache_write
     from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
+    from mrv1.kernels.experts.combine_experts import combine_experts as combine_experts
+    from mrv1.kernels.experts.expert_linear import expert_linear as expert_linear
+    from mrv1.kernels.experts.route_experts import route_experts as route_experts
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
     from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.all_reduce_norm import all_reduce_norm as all_reduce_norm
@@ -64,9 +67,11 @@ class Ops:
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
     apply_rope = _op(reference.apply_rope, "layers.rope")
     apply_token_bitmask = _op(reference.apply_token_bitmask, "sampling.edit_logits")
+    combine_experts = _op(reference.combine_experts, "experts.combine_experts")
     copy_pages = _op(reference.copy_pages, "cache.copy_pages")
     edit_logits = _op(reference.edit_logits, "sampling.edit_logits")
     embed_tokens = _op(reference.embed_tokens, "layers.embed_tokens")
+    expert_linear = _op(reference.expert_linear, "experts.expert_linear")
     fetch_upload = _op(reference.fetch_upload, "step.fetch_upload")
     gather_tokens = _op(reference.gather_tokens, "step.gather_tokens")
     kv_cache_write = _op(reference.kv_cache_write, "cache.kv_cache_write")
@@ -78,6 +83,7 @@ class Ops:
     post_update = _op(reference.post_update, "step.post_update")
     qkv_cache_write = _op(reference.qkv_cache_write, "cache.qkv_cache_write")
     rms_norm = _op(reference.rms_norm, "layers.rms_norm")
+    route_experts = _op(reference.route_experts, "experts.route_experts")
     sample_tokens = _op(reference.sample_tokens, "sampling.sample_tokens")
     scatter_segments = _op(reference.scatter_segments, "step.scatter_segments")
     silu_and_mul = _op(reference.silu_and_mul, "layers.activation")

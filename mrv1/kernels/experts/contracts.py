@@ -1,0 +1,166 @@
+"""How tokens are routed to experts, and the checks of the experts' ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
+
+ExpertScores = Literal["softmax", "sigmoid"]
+"""How an expert's score follows from its logit."""
+
+MAX_EXPERTS = 1024
+"""Most experts that are routed to: a program holds the scores of a token."""
+MAX_TOP_K = 32
+"""Most experts of a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How experts are chosen for a token; ValueError: sizes that contradict each other.
+
+    The experts with the largest ``score + bias`` are chosen, ties to the lowest id. Their scores
+    are the weights.
+    """
+
+    num_experts: int
+    """Experts to choose from."""
+    top_k: int
+    """Experts that are chosen for a token."""
+    scores: ExpertScores = "softmax"
+    """How a score follows from a logit: softmax over all experts, or the sigmoid of each."""
+    num_groups: int = 1
+    """Groups of neighbouring experts; divides ``num_experts``."""
+    kept_groups: int = 1
+    """Groups that experts are chosen from: those whose two best experts have the largest sum."""
+    renormalizes: bool = False
+    """Whether the weights are divided by their sum."""
+    least_sum: float = 0.0
+    """Least divisor of the weights, for scores that vanish."""
+    scale: float = 1.0
+    """Factor of all weights."""
+    rounds_logits: bool = False
+    """Whether a logit is rounded to the dtype of x, as a product in that dtype is."""
+    num_shared: int = 0
+    """Experts after the routed ones that every token has, with weight 1."""
+
+    def __post_init__(self) -> None:
+        """Check that the sizes fit together."""
+        for name, least, most in (
+            ("num_experts", 1, MAX_EXPERTS),
+            ("num_groups", 1, self.num_experts),
+            ("kept_groups", 1, self.num_groups),
+            ("num_shared", 0, MAX_TOP_K),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_groups: expected a divisor of {self.num_experts} experts, "
+                f"got {self.num_groups}"
+            )
+        if self.num_groups > 1 and self.num_experts // self.num_groups < 2:
+            raise ValueError(
+                f"num_groups: expected groups of at least 2 of {self.num_experts} experts, "
+                f"got {self.num_groups} groups"
+            )
+        most = min(MAX_TOP_K, self.num_experts // self.num_groups * self.kept_groups)
+        if not 1 <= self.top_k <= most:
+            raise ValueError(
+                f"top_k: expected 1 to {most}, as many as the experts chosen from, "
+                f"got {self.top_k}"
+            )
+
+    @property
+    def num_chosen(self) -> int:
+        """Experts of a token, the shared ones included."""
+        return self.top_k + self.num_shared
+
+
+def check_routing(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None,
+    slot_mapping: torch.Tensor | None,
+) -> None:
+    """Raise unless the arguments are as ``route_experts`` says."""
+    check_tensor("x", x, shape=(None, None), unit_last_stride=True)
+    check = partial(check_tensor, device=x.device, contiguous=True)
+    num_experts, num_in = routing.num_experts, x.shape[1]
+    check("weight", weight, shape=(num_experts, num_in), dtype=(x.dtype, torch.float32))
+    if bias is not None:
+        check("bias", bias, dtype=torch.float32)
+        if bias.numel() != num_experts:
+            raise ValueError(f"bias: expected {num_experts} values, got {list(bias.shape)}")
+    if slot_mapping is not None:
+        check("slot_mapping", slot_mapping, shape=(None, x.shape[0]), dtype=torch.int64)
+
+
+def check_expert_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    is_gated: bool,
+) -> tuple[int, int]:
+    """Raise unless the arguments are as ``expert_linear`` says; return pairs and columns."""
+    check_tensor("x", x, shape=(None, None), unit_last_stride=True)
+    check = partial(check_tensor, device=x.device)
+    shape = (None, 2, None, x.shape[1]) if is_gated else (None, None, x.shape[1])
+    check("weight", weight, shape=shape, dtype=x.dtype, unit_last_stride=True)
+    if weight.numel() == 0:
+        raise ValueError(f"weight: expected at least one expert, row and column, "
+                         f"got {list(weight.shape)}")  # fmt: skip
+    check("topk_ids", topk_ids, shape=(None, None), dtype=torch.int32, contiguous=True)
+    num_tokens, num_chosen = topk_ids.shape
+    num_pairs, num_out = topk_ids.numel(), weight.shape[-2]
+    if x.shape[0] not in (num_tokens, num_pairs):
+        raise ValueError(
+            f"x: expected a row for each of {num_tokens} tokens, or for each of their "
+            f"{num_chosen} experts, got {x.shape[0]} rows"
+        )
+    if out is not None:
+        check("out", out, shape=(num_pairs, num_out), dtype=x.dtype, contiguous=True)
+    return num_pairs, num_out
+
+
+def check_combination(
+    products: torch.Tensor,
+    topk_weights: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    normed_out: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Raise unless the arguments are as ``combine_experts`` says; return tokens and columns."""
+    check_tensor("products", products, shape=(None, None), contiguous=True)
+    check = partial(check_tensor, device=products.device)
+    check("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=True)
+    num_tokens, num_chosen = topk_weights.shape
+    num_cols = products.shape[1]
+    check("products", products, shape=(num_tokens * num_chosen, num_cols))
+    check = partial(check, dtype=products.dtype, unit_last_stride=True)
+    for name, tensor in (("residual", residual), ("normed_out", normed_out)):
+        if tensor is not None:
+            check(name, tensor, shape=(num_tokens, num_cols))
+    if out is not None:
+        dtypes = (products.dtype, torch.float32)
+        check("out", out, shape=(num_tokens, num_cols), dtype=dtypes)
+    if (norm_weight is None) != (normed_out is None):
+        alone = "normed_out" if norm_weight is None else "norm_weight"
+        raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
+    if norm_weight is not None:
+        check("norm_weight", norm_weight, shape=(num_cols,), contiguous=True)
+    return num_tokens, num_cols
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a kernel takes the tensor's dtype."""
+    check_tensor(name, tensor, dtype=FLOAT_DTYPES)

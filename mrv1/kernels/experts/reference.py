@@ -1,0 +1,114 @@
+"""The experts' ops in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.oracle import counted, wide
+from mrv1.kernels.experts.contracts import (
+    Routing,
+    check_combination,
+    check_expert_linear,
+    check_routing,
+)
+from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.reference import linear, rms_norm
+
+
+@counted
+def route_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None = None,
+    *,
+    slot_mapping: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Oracle of :func:`mrv1.kernels.route_experts`; if deterministic, it goes row by row."""
+    check_routing(x, weight, routing, bias, slot_mapping)
+    matrix = wide(weight).to(wide(x).dtype).T
+    parts = x.split(1) if deterministic and len(x) else (x,)
+    logits = torch.cat([wide(part) @ matrix for part in parts])
+    if routing.rounds_logits:
+        logits = logits.to(x.dtype)
+    logits = wide(logits)
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    # Softmax may round different logits to one score: without a bias, the logits' order counts.
+    ranked = logits if bias is None else scores + bias.flatten()
+    ranked = ranked.masked_fill(ranked.isnan(), -torch.inf)
+    if routing.num_groups > 1:
+        groups = ranked.unflatten(1, (routing.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(-1)
+        kept = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.kept_groups]
+        is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, value=True)
+        ranked = groups.masked_fill(~is_kept[:, :, None], -torch.inf).flatten(1)
+    ids = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, ids)
+    if routing.renormalizes:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=routing.least_sum)
+    weights = weights * routing.scale
+    num_shared = routing.num_shared
+    shared = torch.arange(num_shared, device=x.device) + routing.num_experts
+    ids = torch.cat([ids, shared.expand(len(x), -1)], 1)
+    weights = torch.cat([weights, weights.new_ones(len(x), num_shared)], 1).float()
+    if slot_mapping is not None:
+        is_padding = (slot_mapping < 0).all(0)[:, None]
+        ids, weights = ids.masked_fill(is_padding, -1), weights.masked_fill(is_padding, 0.0)
+    return ids.int(), weights
+
+
+@counted
+def expert_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: Activation | None = None,
+    out: torch.Tensor | None = None,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.expert_linear`."""
+    num_pairs, num_out = check_expert_linear(
+        x, weight, topk_ids, out, is_gated=activation is not None
+    )
+    if out is None:
+        out = x.new_empty(num_pairs, num_out)
+    expert_of_pair = topk_ids.flatten()
+    rows = x if len(x) == num_pairs else x.repeat_interleave(topk_ids.shape[1], 0)
+    for expert in expert_of_pair.unique().tolist():
+        if expert >= 0:
+            pairs = (expert_of_pair == expert).nonzero().flatten()
+            own = weight[expert].flatten(0, -2)  # gates, then ups
+            out[pairs] = linear(
+                rows[pairs], own, activation=activation, deterministic=deterministic
+            )
+    return out
+
+
+@counted
+def combine_experts(
+    products: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    normed_out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.combine_experts`."""
+    num_tokens, num_cols = check_combination(
+        products, topk_weights, residual, out, norm_weight, normed_out
+    )
+    terms = wide(products).view(num_tokens, -1, num_cols)
+    total = torch.zeros_like(terms[:, 0])
+    for index, weights in enumerate(topk_weights.T):
+        term = terms[:, index] * weights[:, None].to(terms.dtype)
+        total += torch.where(weights[:, None] == 0, 0.0, term)
+    if residual is not None:
+        total += wide(residual)
+    total = total.to(products.dtype if out is None else out.dtype)
+    if norm_weight is not None and normed_out is not None:
+        rms_norm(total.to(products.dtype), norm_weight, eps, out=normed_out)
+    return total if out is None else out.copy_(total)

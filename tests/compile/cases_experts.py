@@ -1,0 +1,163 @@
+"""Launches of the experts' ops that are compiled ahead of time: routers and model shapes."""
+
+from __future__ import annotations
+
+import torch
+
+from mrv1.kernels._base.arithmetic import next_power_of_2
+from mrv1.kernels.experts.combine_experts import _combine_kernel
+from mrv1.kernels.experts.expert_linear import (
+    LARGE_SHARED_MEMORY,
+    ExpertConfig,
+    _few_pairs_kernel,
+    _sorted_pairs_kernel,
+)
+from mrv1.kernels.experts.route_experts import (
+    RouteConfig,
+    _choose_experts_kernel,
+    _router_logits_kernel,
+)
+from mrv1.kernels.experts.sort_pairs import _sort_pairs_kernel
+from mrv1.testing.aot import AotCase, Target, pointer
+
+INT32, FLOAT32 = pointer(torch.int32), pointer(torch.float32)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "ernie-21b": (2560, 1536, 66, 8)}
+"""Hidden size, width of an expert, experts and experts of a token."""
+
+
+def cases(target: Target) -> list[AotCase]:
+    return [
+        *(_logits(target, dtype, router, tokens)
+          for dtype in DTYPES for router in {dtype, torch.float32} for tokens in (1, 4096)),
+        *(_choice(target, sigmoid=sigmoid, rounds=not sigmoid) for sigmoid in (False, True)),
+        _sort(target),
+        *(_products(target, shape, dtype, pairs, is_gated=is_gated)
+          for shape in SHAPES for dtype in DTYPES
+          for pairs in (8, 256, 2048, 65_536) for is_gated in (True, False)),
+        *(_combination(target, dtype, has_norm=has_norm)
+          for dtype in DTYPES for has_norm in (True, False)),
+    ]  # fmt: skip
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _logits(target: Target, dtype: torch.dtype, router: torch.dtype, tokens: int) -> AotCase:
+    config = RouteConfig.default_for(tokens, 2560, deterministic=False)
+    return AotCase(
+        name=f"router-{_short(dtype)}-{_short(router)}-{tokens}",
+        kernel=_router_logits_kernel,
+        args=(FLOAT32, pointer(dtype), 2560, pointer(router), tokens, 64, 2560),
+        constexprs={
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_EXPERTS": config.tile_experts,
+            "TILE_IN": config.tile_in,
+            "SPLITS": config.splits,
+            "NUM_STAGES": config.num_stages,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _choice(target: Target, *, sigmoid: bool, rounds: bool) -> AotCase:
+    return AotCase(
+        name=f"choose-{'sigmoid' if sigmoid else 'softmax'}",
+        kernel=_choose_experts_kernel,
+        args=(
+            *(INT32, FLOAT32, FLOAT32, pointer(torch.bfloat16), FLOAT32 if sigmoid else None),
+            *(pointer(torch.int64), 2, 40, 128, 1e-20, 1.0),
+        ),
+        constexprs={
+            "TOP_K": 8,
+            "SHARED": 1,
+            "SIGMOID": sigmoid,
+            "GROUPS": 4 if sigmoid else 1,
+            "KEPT": 2 if sigmoid else 1,
+            "GROUP": 32 if sigmoid else 128,
+            "RENORMALIZES": True,
+            "ROUNDS": rounds,
+            "SPLITS": 8,
+            "TILE_EXPERTS": 128,
+            "TILE_CHOSEN": 16,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=1,
+    )
+
+
+def _sort(target: Target) -> AotCase:
+    return AotCase(
+        name="sort-pairs",
+        kernel=_sort_pairs_kernel,
+        args=(INT32, INT32, INT32, 4096),
+        constexprs={"TILE": 1024, "OVERLAP": target.has_dependent_launch},
+        num_warps=4,
+    )
+
+
+def _products(
+    target: Target, name: str, dtype: torch.dtype, pairs: int, *, is_gated: bool
+) -> AotCase:
+    hidden, width, experts, chosen = SHAPES[name]
+    num_in, num_out = (hidden, width) if is_gated else (width, hidden)
+    config = ExpertConfig.default_for(
+        pairs,
+        experts,
+        num_in,
+        dtype,
+        is_gated=is_gated,
+        deterministic=False,
+        has_room=target.capability in LARGE_SHARED_MEMORY,
+    )
+    half = experts * width * hidden if is_gated else 0
+    weight = (pointer(dtype), width * hidden if is_gated else width, half)
+    weight += (num_in if is_gated else experts * width,)
+    data = (pointer(dtype), pointer(dtype), num_in, *weight)
+    common = {
+        "PAIRS_PER_ROW": chosen if is_gated else 1,
+        "IN": num_in,
+        "GATED": is_gated,
+        "TILE_PAIRS": config.tile_pairs,
+        "TILE_ROWS": config.tile_rows,
+        "TILE_IN": config.tile_in,
+        "NUM_STAGES": config.num_stages,
+        "OVERLAP": target.has_dependent_launch,
+    }
+    label = f"{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}"
+    if config.is_sorted:
+        return AotCase(
+            name=f"sorted-pairs-{label}",
+            kernel=_sorted_pairs_kernel,
+            args=(*data, INT32, INT32, 1000, num_out, experts),
+            constexprs=common | {"EXPERTS": next_power_of_2(experts)},
+            num_warps=config.num_warps,
+        )
+    return AotCase(
+        name=f"few-pairs-{label}",
+        kernel=_few_pairs_kernel,
+        args=(*data, INT32, pairs, num_out),
+        constexprs=common | {"BY_PAIR": pairs < experts, "LANES": max(16, next_power_of_2(pairs))},
+        num_warps=config.num_warps,
+    )
+
+
+def _combination(target: Target, dtype: torch.dtype, *, has_norm: bool) -> AotCase:
+    data = pointer(dtype)
+    normed = (data, 2560) if has_norm else (None, 0)
+    return AotCase(
+        name=f"combine-{_short(dtype)}{'-norm' if has_norm else ''}",
+        kernel=_combine_kernel,
+        args=(
+            *(data, 2560, *normed, data, 2560, data, FLOAT32),
+            *(data if has_norm else None, 2560, 1e-6),
+        ),
+        constexprs={
+            "CHOSEN": 8,
+            "TILE_COLS": 4096 if has_norm else 1024,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=8 if has_norm else 4,
+    )

@@ -1,0 +1,198 @@
+"""Products with the experts that tokens are routed to, from one pair to many of one expert."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.device import INTERPRET
+from mrv1.kernels import reference
+from tests.kernels.elementwise import (
+    DTYPES,
+    assert_in_budget,
+    in_a_wider_row,
+    normal,
+    seeds,
+    tiles,
+)
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+
+@pytest.fixture(params=[False, True], ids=["small", "large"])
+def shared_memory(request, monkeypatch):
+    """Take the tiles of a device with little shared memory, and of one with much."""
+    if request.param and INTERPRET:
+        module = sys.modules["mrv1.kernels.experts.expert_linear"]
+        also = (*module.LARGE_SHARED_MEMORY, None)
+        monkeypatch.setattr(module, "LARGE_SHARED_MEMORY", also)
+
+
+ROUTES = ("spread", "one expert", "none", "some padding")
+
+
+def routed(route: str, num_tokens: int, chosen: int, num_experts: int, seed: int) -> torch.Tensor:
+    """Return ids [tokens, chosen] int32, no expert twice in a row."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)
+    ids = order[:, :chosen].int()
+    if route == "one expert":
+        ids = torch.arange(chosen).expand(num_tokens, -1).int().contiguous()
+    if route == "none":
+        ids = torch.full_like(ids, -1)
+    if route == "some padding":
+        ids[torch.rand(num_tokens, generator=generator) < 0.4] = -1
+    return ids
+
+
+def matrices(num_experts: int, num_in: int, num_out: int, dtype, device, seed: int, *, is_gated):
+    """Return experts' weights as a model stores them: all gates, then ups; or in columns."""
+    scale = num_in**-0.5
+    if is_gated:
+        weight = normal((2, num_experts, num_out, num_in), torch.float64, device, seed) * scale
+    else:
+        weight = normal((num_out, num_experts, num_in), torch.float64, device, seed) * scale
+    return weight.to(dtype).movedim(1, 0)
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the result in float64, one pair after the other; NaN where there is no expert."""
+    out = torch.full((ids.numel(), weight.shape[-2]), math.nan, dtype=torch.float64)
+    per_row = ids.numel() // len(x)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if expert >= 0:
+            products = weight[expert].double().cpu() @ x[pair // per_row].double().cpu()
+            if products.dim() == 2:
+                products = torch.nn.functional.silu(products[0]) * products[1]
+            out[pair] = products
+    return out.to(x.device)
+
+
+# --- oracle and kernel -------------------------------------------------------------------------
+
+
+@given(
+    num_tokens=st.sampled_from([1, 2, 9, 80]),
+    num_experts=st.sampled_from([4, 7, 24]),
+    chosen=st.integers(1, 4),
+    num_in=st.sampled_from([16, 72, 130]),
+    num_out=st.sampled_from([8, 48, 70]),
+    route=st.sampled_from(ROUTES),
+    dtype=st.sampled_from(DTYPES),
+    is_gated=st.booleans(),
+    has_pair_rows=st.booleans(),
+    deterministic=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_expert_linear_is_as_exact_as_torch(
+    device, shared_memory, num_tokens, num_experts, chosen, num_in, num_out, route, dtype,
+    is_gated, has_pair_rows, deterministic, as_on_gpu, seed,
+):  # fmt: skip
+    ids = routed(route, num_tokens, chosen, num_experts, seed).to(device)
+    rows = num_tokens * chosen if has_pair_rows else num_tokens
+    x = in_a_wider_row(normal((rows, num_in), dtype, device, seed), 8, 16)
+    weight = matrices(num_experts, num_in, num_out, dtype, device, seed + 1, is_gated=is_gated)
+    activation = "silu_and_mul" if is_gated else None
+    wants, outs = exact(x, weight, ids), []
+    for op in (kernels.expert_linear, reference.expert_linear):
+        out = torch.full((ids.numel(), num_out), math.nan, dtype=dtype, device=device)
+        with tiles("expert_linear", as_on_gpu=as_on_gpu):
+            got = op(x, weight, ids, activation=activation, out=out, deterministic=deterministic)
+        assert got is out
+        outs.append(out)
+    has_expert = ids.flatten() >= 0
+    assert outs[0][~has_expert].isnan().all()  # rows without an expert are not written
+    assert_in_budget(outs[0][has_expert], outs[1][has_expert], wants[has_expert])
+
+
+@given(
+    num_tokens=st.sampled_from([2, 9, 40]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    is_gated=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_deterministic_bits_depend_on_the_token_alone(
+    device, num_tokens, dtype, is_gated, as_on_gpu, seed
+):
+    """Alone, and among tokens that are routed to its experts and to others."""
+    x = normal((num_tokens, 80), dtype, device, seed)
+    weight = matrices(8, 80, 24, dtype, device, seed + 1, is_gated=is_gated)
+    activation = "silu_and_mul" if is_gated else None
+    ids = routed("spread", num_tokens, 3, 8, seed).to(device)
+
+    def products(rows: slice) -> torch.Tensor:
+        return kernels.expert_linear(
+            x[rows], weight, ids[rows], activation=activation, deterministic=True
+        )
+
+    with tiles("expert_linear", as_on_gpu=as_on_gpu):
+        together = products(slice(None)).view(num_tokens, 3, -1)
+        for token in {0, num_tokens // 2, num_tokens - 1}:
+            assert torch.equal(products(slice(token, token + 1)), together[token])
+
+
+def test_weights_of_other_experts_are_not_read(device):
+    """NaN in them would show: in a product, or in the padding of a tile."""
+    x, ids = normal((3, 32), torch.float32, device), torch.tensor([[1], [3], [1]]).int()
+    weight = matrices(5, 32, 16, torch.float32, device, 1, is_gated=False).clone()
+    weight[[0, 2, 4]] = math.nan
+    got = kernels.expert_linear(x, weight, ids.to(device))
+    torch.testing.assert_close(got.double(), exact(x, weight, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_many_pairs_of_few_experts(device):
+    """More pairs than a program looks through, and more of one expert than a tile has."""
+    x = normal((700, 32), torch.float16, device)
+    weight = matrices(3, 32, 16, torch.float16, device, 1, is_gated=True)
+    ids = routed("one expert", 700, 2, 3, 0).to(device)
+    got = kernels.expert_linear(x, weight, ids, activation="silu_and_mul")
+    want = reference.expert_linear(x, weight, ids, activation="silu_and_mul")
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_no_token(device):
+    weight = torch.ones(3, 8, 16, device=device)
+    ids = torch.empty(0, 2, dtype=torch.int32, device=device)
+    assert kernels.expert_linear(torch.ones(0, 16, device=device), weight, ids).shape == (0, 8)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [kernels.expert_linear, reference.expert_linear])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.ones(3, 16)}, ValueError, "x: expected a row for each of 2 tokens, or for"),
+        ({"x": torch.ones(2, 8)}, ValueError, r"weight: expected shape \[any, any, 8\]"),
+        ({"weight": torch.ones(3, 8, 16).half()}, TypeError, "weight: expected dtype"),
+        ({"weight": torch.ones(0, 8, 16)}, ValueError, "weight: expected at least one expert"),
+        ({"activation": "silu_and_mul"}, ValueError, r"weight: expected shape \[any, 2, any, 16"),
+        ({"topk_ids": torch.ones(2, 2)}, TypeError, "topk_ids: expected dtype torch.int32"),
+        ({"out": torch.ones(2, 8)}, ValueError, r"out: expected shape \[4, 8\], got \[2, 8\]"),
+    ],
+)
+def test_bad_arguments_are_named(device, op, change, error, message):
+    given = {
+        "x": torch.ones(2, 16),
+        "weight": torch.ones(3, 8, 16),
+        "topk_ids": torch.tensor([[0, 1], [1, 2]], dtype=torch.int32),
+    } | change
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    with pytest.raises(error, match=message):
+        op(**given)
+
+
+def test_an_unknown_activation(device):
+    x, ids = torch.ones(2, 16, device=device), torch.ones(2, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="activation: expected None or 'silu_and_mul', got 'gelu"):
+        kernels.expert_linear(x, torch.ones(3, 8, 16, device=device), ids, activation="gelu")
