@@ -25,7 +25,7 @@ def write_checkpoint(
 
     Args:
         folder: an existing directory.
-        config: a Llama or Qwen3 without windows and with the default rope, as all ``SHAPES`` are.
+        config: a shape without windows and with the default rope, as all ``SHAPES`` are.
         device: where the weights are made.
         dtype: dtype of every tensor.
         seed: as for ``random_weights``, which makes the same values.
@@ -68,4 +68,25 @@ def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
+        **_raw_experts(config),
+    }
+
+
+def _raw_experts(config: ModelConfig) -> dict[str, object]:
+    """Return a family's settings of experts, which the last layers have, or all."""
+    experts, family = config.experts, ARCHITECTURES[config.architecture].experts
+    if experts is None or family is None:
+        return {}
+    first = experts.layers.index(True)
+    return {
+        **{
+            name: getattr(experts.routing, field)
+            for field, name in family.routing.items()
+            if isinstance(name, str) and field != "scores"
+        },
+        family.intermediate_size: experts.intermediate_size,
+        "moe_layer_start_index": first,  # each family reads its own of these
+        "first_k_dense_replace": first,
+        "mlp_only_layers": [*range(first)],
+        "use_bias": config.mlp_bias,
     }

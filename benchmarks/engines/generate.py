@@ -121,7 +121,7 @@ def _summary(
         return float(statistics.median(getattr(sample, name) for sample in samples))
 
     config, dtype = core.runner.model_config, core.runner.model.dtype
-    weight_bytes = step_weight_bytes(config, dtype, bench.tensor_parallel_size)
+    weight_bytes = step_weight_bytes(config, dtype, bench.tensor_parallel_size, batch=batch)
     kv_bytes = step_kv_bytes(
         core.runner.spec, config.layer_windows, batch=batch,
         prompt_tokens=bench.prompt_tokens, output_tokens=bench.output_tokens,

@@ -377,7 +377,7 @@ def _cell_entry(
     }
     base = figures.get(reference(modes) or "")
     own = rank_config(config, bench.tensor_parallel_size)
-    weight_bytes = step_weight_bytes(own, dtype, bench.tensor_parallel_size)
+    weight_bytes = step_weight_bytes(own, dtype, bench.tensor_parallel_size, batch=cell.batch)
     entries = {}
     for name, found in figures.items():
         kv_bytes = step_kv_bytes(

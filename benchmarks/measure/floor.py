@@ -25,18 +25,34 @@ def _rank(num_ranks: int) -> ParallelContext:
     return ParallelContext(size=num_ranks, all_reduce=torch.clone, all_gather=torch.clone)
 
 
-def step_weight_bytes(config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1) -> int:
-    """Return the bytes of the weights that a rank reads once in every step.
+def active_experts(config: ModelConfig, batch: int) -> float:
+    """Return how many routed experts of a layer a decode step reads, if tokens spread evenly."""
+    if config.experts is None:
+        return 0.0
+    routing = config.experts.routing
+    return routing.num_experts * (1 - (1 - routing.top_k / routing.num_experts) ** batch)
+
+
+def step_weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, num_ranks: int = 1, *, batch: int = 1
+) -> int:
+    """Return the bytes of the weights that a rank reads once in every decode step.
 
     All weights, except an embedding that is not also the head: a step reads only the rows of its
-    tokens there, and these are not counted. ``config`` is the rank's own, see ``rank_config``.
+    tokens there, and these are not counted. Of routed experts, those that ``batch`` tokens have if
+    they spread evenly. ``config`` is the rank's own, see ``rank_config``.
     """
     rows = _rank(num_ranks).vocab_rows(config.vocab_size)
     own = empty_weights(config, "meta", dtype, vocab_rows=rows)
     tensors = checkpoint_tensors(config, own)
     if not config.tie_word_embeddings:
         del tensors["model.embed_tokens.weight"]
-    return sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+    sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+    if config.experts is None:
+        return sum(sizes.values()) * dtype.itemsize
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    share = active_experts(config, batch) / config.experts.routing.num_experts
+    return round((sum(sizes.values()) - routed + routed * share) * dtype.itemsize)
 
 
 def step_kv_bytes(

@@ -7,7 +7,9 @@ from dataclasses import replace
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.kernels import Routing
 from mrv1.models import ModelConfig, RopeConfig
+from mrv1.models.experts import ExpertsConfig
 
 QWEN3_0_6B = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -62,6 +64,44 @@ SHAPES = {
         qk_norm="none",
         rope=RopeConfig(theta=5e5, rotary_dim=128),
         layer_windows=(-1,) * 80,
+    ),
+    "qwen3-30b-a3b": replace(
+        QWEN3_0_6B,
+        architecture="Qwen3MoeForCausalLM",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_q_heads=32,
+        num_kv_heads=4,
+        tie_word_embeddings=False,
+        layer_windows=(-1,) * 48,
+        experts=ExpertsConfig(
+            routing=Routing(num_experts=128, top_k=8, renormalizes=True, rounds_logits=True),
+            intermediate_size=768,
+            layers=(True,) * 48,
+        ),
+    ),
+    "ernie-21b-a3b": replace(
+        QWEN3_0_6B,
+        architecture="Ernie4_5_MoeForCausalLM",
+        vocab_size=103_424,
+        hidden_size=2560,
+        intermediate_size=12_288,
+        num_layers=28,
+        num_q_heads=20,
+        num_kv_heads=4,
+        rms_norm_eps=1e-5,
+        max_model_len=131_072,
+        qk_norm="none",
+        rope=RopeConfig(theta=5e5, rotary_dim=128),
+        rope_interleaved=True,
+        experts=ExpertsConfig(
+            routing=Routing(
+                num_experts=64, top_k=6, num_shared=2, renormalizes=True, least_sum=1e-12
+            ),
+            intermediate_size=1536,
+            layers=(False, *[True] * 27),
+        ),
     ),
     "tiny-random": replace(
         QWEN3_0_6B,
