@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mrv1.models.experts import (
+    ExpertFamily,
+    after_dense,
+    by_interval,
+    by_sparse_step,
+    every_layer,
+)
 from mrv1.models.vision import VideoTime
 
 NormOrder = Literal["before", "after", "both"]
@@ -29,14 +36,20 @@ class Architecture:
     """Where a layer's RMS norms are."""
     qk_norm: QKNormKind = "none"
     """RMS norms of queries and keys before rope."""
+    qk_norm_setting: str | None = None
+    """The setting that says whether there are such norms; None = always."""
     rope_interleaved: bool = False
     """Rope pairs (2i, 2i + 1) instead of (i, i + dim / 2)."""
+    has_partial_rope: bool = False
+    """Whether ``partial_rotary_factor`` says how much of a head rope turns."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
     """How M-RoPE's axes share the pairs; "none" = a token has one position."""
     video_time: VideoTime | None = None
     """Time in a video's positions; None = a model of text alone."""
+    experts: ExpertFamily | None = None
+    """The experts of its layers; None = each layer has one MLP."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -68,6 +81,98 @@ ARCHITECTURES: dict[str, Architecture] = {
         o_bias="use_bias",
         mlp_bias="use_bias",
         rope_interleaved=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        model_type="ernie4_5_moe",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        rope_interleaved=True,
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "moe_num_experts",
+                "top_k": "moe_k",
+                "num_shared": "moe_num_shared_experts",
+                "renormalizes": True,
+                "least_sum": "moe_norm_min",
+            },
+            intermediate_size="moe_intermediate_size",
+            has_experts=by_interval,
+            bias="moe_statics.e_score_correction_bias",
+            bias_dims=2,
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        windows="all_layers",
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "num_experts",
+                "top_k": "num_experts_per_tok",
+                "renormalizes": "norm_topk_prob",
+                "rounds_logits": True,
+            },
+            intermediate_size="moe_intermediate_size",
+            has_experts=by_sparse_step,
+        ),
+    ),
+    "MixtralForCausalLM": Architecture(
+        model_type="mixtral",
+        windows="all_layers",
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "num_local_experts",
+                "top_k": "num_experts_per_tok",
+                "renormalizes": True,
+                "rounds_logits": True,
+            },
+            intermediate_size="intermediate_size",
+            has_experts=every_layer,
+            block="block_sparse_moe",
+            parts=("w1", "w3", "w2"),
+        ),
+    ),
+    "OlmoeForCausalLM": Architecture(
+        model_type="olmoe",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="vector",
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "num_experts",
+                "top_k": "num_experts_per_tok",
+                "renormalizes": "norm_topk_prob",
+                "rounds_logits": True,
+            },
+            intermediate_size="intermediate_size",
+            has_experts=every_layer,
+        ),
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        model_type="glm4_moe",
+        qkv_bias="attention_bias",
+        qk_norm="head",
+        qk_norm_setting="use_qk_norm",
+        has_partial_rope=True,
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "n_routed_experts",
+                "top_k": "num_experts_per_tok",
+                "num_shared": "n_shared_experts",
+                "scores": "sigmoid",
+                "num_groups": "n_group",
+                "kept_groups": "topk_group",
+                "renormalizes": "norm_topk_prob",
+                "least_sum": 1e-20,
+                "scale": "routed_scaling_factor",
+            },
+            intermediate_size="moe_intermediate_size",
+            has_experts=after_dense,
+            bias="gate.e_score_correction_bias",
+        ),
     ),
     "Qwen2VLForConditionalGeneration": Architecture(
         model_type="qwen2_vl",

@@ -45,6 +45,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """As safetensors names it, for example ``BF16``; ``F32`` once dequantized."""
+    index: tuple[int | slice, ...] = ()
+    """Where the tensor is in the file's; () = it is all of that."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,10 +161,14 @@ class Checkpoint:
         for file, names in names_of_file.items():
             with self._open(file) as opened:
                 for name in names:
-                    if parts and name in parts:
-                        yield name, opened.get_slice(tensors[name].name)[parts[name]]
+                    tensor = tensors[name]
+                    if tensor.index:
+                        piece = opened.get_slice(tensor.name)[tensor.index]
+                        yield name, piece[parts[name]] if parts and name in parts else piece
+                    elif parts and name in parts:
+                        yield name, opened.get_slice(tensor.name)[parts[name]]
                     else:
-                        yield name, opened.get_tensor(tensors[name].name)
+                        yield name, opened.get_tensor(tensor.name)
 
     def tensors(self, prefixes: tuple[str, ...] = ("",)) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield tensors with a prefix, by name, on the CPU; one ConfigError lists bad files."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.models.architectures import NormOrder, QKNormKind
+from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
 from mrv1.models.checkpoint import Checkpoint
+from mrv1.models.experts import ExpertNames, ExpertsConfig
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import model_fields, token_ids
 from mrv1.models.rope import RopeConfig
@@ -79,10 +80,24 @@ class ModelConfig:
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a text, from config.json and generation_config.json."""
+    experts: ExpertsConfig | None = None
+    """Experts of some layers; None = each layer has one MLP."""
     vision: VisionConfig | None = None
     """Images and videos in prompts; None = a model of text alone."""
     torch_dtype: torch.dtype = torch.float32
     """Dtype the checkpoint names; float32 if it names none."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of one MLP."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    @property
+    def expert_names(self) -> ExpertNames | None:
+        """Other names of tensors with experts; None = the model has none."""
+        family = ARCHITECTURES[self.architecture].experts
+        if self.experts is None or family is None:
+            return None
+        return ExpertNames(self.experts, family)
 
     @property
     def feature_size(self) -> int:
@@ -113,6 +128,13 @@ class ModelConfig:
             )
         if any(window != -1 and window < 1 for window in self.layer_windows):
             problems.append(f"layer_windows: expected -1 or >= 1, got {self.layer_windows}")
+        if self.experts is not None:
+            if self.norm_order != "before":
+                problems.append(
+                    f"norm_order: expected 'before' with experts, got {self.norm_order!r}"
+                )
+            if self.mlp_bias:
+                problems.append("mlp_bias: expected none with experts, got one")
         raise_problems("model config", problems)
 
     @classmethod

@@ -15,7 +15,7 @@ from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import cos_sin_table
-from mrv1.models.weights import LayerWeights, ModelWeights, Weight
+from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
 
 
 class DecoderModel:
@@ -121,13 +121,18 @@ class DecoderModel:
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
-            x = self._add(hidden, attended, layer.o, layer.attention_out_norm, layer.mlp_norm)
-            activated = self._linear(x, layer.gate_up, layer.mlp_norm, layer.down, "silu_and_mul")
+            experts, norms = layer.experts, (layer.attention_out_norm, layer.mlp_norm)
+            x = self._add(hidden, attended, layer.o, *norms, normed=experts is not None)
+            if experts is not None:
+                x = self._add_experts(hidden, x, experts, batch.slot_mapping, next_norm)
+                continue
+            gate_up, down = layer.mlp
+            activated = self._linear(x, gate_up, layer.mlp_norm, down, "silu_and_mul")
             if index < self._num_deepstack_layers and batch.features is not None:
                 # The MLP's input is normed already. Its output is added next: to the same sum.
                 first_column = (1 + index) * self.config.hidden_size
                 self._ops.add_features(hidden, batch.features, first_column)
-            x = self._add(hidden, activated, layer.down, layer.mlp_out_norm, next_norm)
+            x = self._add(hidden, activated, down, layer.mlp_out_norm, next_norm)
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
@@ -250,16 +255,18 @@ class DecoderModel:
         weight: Weight,
         out_norm: torch.Tensor | None,
         next_norm: torch.Tensor | None,
+        *,
+        normed: bool = False,
     ) -> torch.Tensor:
         """Add ``out_norm(x @ weight.T + bias)``, summed over the ranks, to ``hidden`` in place.
 
         No kernel norms a product before it is added: a layer with ``out_norm`` needs more of them.
-        Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``.
+        Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``; if ``normed``, its norm.
         """
         eps = self.config.rms_norm_eps
-        next_norm = next_norm if self._norms_ahead(hidden) else None
+        next_norm = next_norm if normed or self._norms_ahead(hidden) else None
         if out_norm is None and not self._parallel.sums_partials:
-            normed = None if next_norm is None else torch.empty_like(hidden)
+            normed_out = None if next_norm is None else torch.empty_like(hidden)
             self._multiply(
                 x,
                 weight,
@@ -269,9 +276,9 @@ class DecoderModel:
                 residual=hidden,
                 out=hidden,
                 out_norm_weight=next_norm,
-                normed_out=normed,
+                normed_out=normed_out,
             )
-            return hidden if normed is None else normed
+            return hidden if normed_out is None else normed_out
         if self._parallel.peers is not None:
             partial = self._partial(x, weight)
             if out_norm is None:
@@ -310,6 +317,47 @@ class DecoderModel:
             wide = torch.promote_types(x.dtype, torch.float32)
             out = x.new_empty((len(x), weight.shape[0]), dtype=wide)
         return self._multiply(x, weight, leaves=self._leaves, out=out)
+
+    def _add_experts(
+        self,
+        hidden: torch.Tensor,
+        x: torch.Tensor,
+        experts: ExpertWeights,
+        slot_mapping: torch.Tensor,
+        next_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add the experts of ``x``, which is normed, to ``hidden``; return as ``_add``."""
+        ops, config, deterministic = self._ops, self.config.experts, self.deterministic
+        if config is None:
+            raise ValueError("experts: expected a model without them, got some")
+        ids, weights = ops.route_experts(
+            x, experts.router, config.routing, experts.router_bias, slot_mapping=slot_mapping,
+            deterministic=deterministic,
+        )  # fmt: skip
+        activated = ops.expert_linear(
+            x, experts.gate_up.movedim(1, 0), ids, activation="silu_and_mul",
+            deterministic=deterministic,
+        )  # fmt: skip
+        products = ops.expert_linear(
+            activated, experts.down.movedim(1, 0), ids, deterministic=deterministic
+        )
+        next_norm = next_norm if self._norms_ahead(hidden) else None
+        eps = self.config.rms_norm_eps
+        if not self._parallel.sums_partials:
+            normed = None if next_norm is None else torch.empty_like(hidden)
+            ops.combine_experts(
+                products, weights, residual=hidden, out=hidden,
+                norm_weight=next_norm, eps=eps, normed_out=normed,
+            )  # fmt: skip
+            return hidden if normed is None else normed
+        partial = ops.combine_experts(products, weights)
+        if self._parallel.peers is not None:
+            return self._sum_and_norm(partial, next_norm, out=hidden, residual=hidden)
+        added = self._parallel.all_reduce(partial)
+        if next_norm is not None:
+            return ops.rms_norm(added, next_norm, eps, residual=hidden)
+        hidden += added
+        return hidden
 
     def _write_kv(
         self,

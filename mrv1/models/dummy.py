@@ -36,8 +36,8 @@ def dummy_weights(
     weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
     wholes = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     for name, place in checkpoint_tensors(own, weights).items():
-        if place.dim() == 1:
-            place.fill_(0.0 if name.endswith(".bias") else 1.0)
+        if place.dim() == 1 or name.endswith("bias"):
+            place.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         whole = wholes[name].shape
         rows, columns = rank_part(name, whole, place.shape, parallel)

@@ -9,6 +9,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, Architecture
+from mrv1.models.experts import experts_config
 from mrv1.models.files import raise_problems
 from mrv1.models.rope import RopeConfig
 from mrv1.models.vision import vision_config
@@ -85,6 +86,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         ("layer_windows", lambda: _layer_windows(text, family)),
         ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
         ("torch_dtype", lambda: _dtype(hf.dtype or text.dtype)),
+        ("experts", lambda: family.experts and experts_config(text, family.experts)),
     ):
         try:
             read[field] = reader()
@@ -107,7 +109,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "qkv_bias": _flag(text, family.qkv_bias),
         "o_bias": _flag(text, family.o_bias),
         "mlp_bias": _flag(text, family.mlp_bias),
-        "qk_norm": family.qk_norm,
+        "qk_norm": family.qk_norm if _flag(text, family.qk_norm_setting or True) else "none",
         "norm_order": family.norm_order,
         "rope_interleaved": family.rope_interleaved,
         "eos_token_ids": token_ids(text.eos_token_id),
@@ -141,6 +143,7 @@ def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: 
         rotary_dim=head_dim,
         max_position_embeddings=hf.max_position_embeddings,
         mrope=family.mrope,
+        may_be_partial=family.has_partial_rope,
     )
 
 

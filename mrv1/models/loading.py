@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,10 +19,11 @@ from mrv1.config import Dtype, LoadFormatName, dtype_name
 from mrv1.device import kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import Ops, select_ops
-from mrv1.models.checkpoint import Checkpoint, GGUFCheckpoint, Scan
+from mrv1.models.checkpoint import Checkpoint, GGUFCheckpoint, Scan, StoredTensor
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.dummy import dummy_weights
+from mrv1.models.experts import ExpertNames
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
@@ -133,6 +135,8 @@ def load_weights(
     scan = checkpoint.scan(has_vision=config.vision is not None)
     if config.tie_word_embeddings:
         _rename_tied_head(scan)
+    if config.expert_names is not None:
+        _split_experts(scan, config.expert_names, config.hidden_size)
     wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
     problems = scan.problems + _differences(scan, wanted)
     if config.tie_word_embeddings:
@@ -170,6 +174,32 @@ def _rename_tied_head(scan: Scan) -> None:
         scan.named = (scan.named - {HEAD}) | {EMBED}
         if HEAD in scan.tensors:
             scan.tensors[EMBED] = scan.tensors.pop(HEAD)
+
+
+def _split_experts(scan: Scan, names: ExpertNames, hidden_size: int) -> None:
+    """Replace names of a model in memory, and tensors of all experts, by a checkpoint's."""
+    named: set[str] = set()
+    tensors: dict[str, StoredTensor] = {}
+    for stored_name in sorted(scan.named or ()):
+        pieces, stored = names.pieces(stored_name), scan.tensors.get(stored_name)
+        each = {names.stored(stored_name): ()} if pieces is None else pieces
+        scan.problems += [f"{name}: stored twice" for name in sorted(named & each.keys())]
+        named |= each.keys()
+        if stored is None:
+            continue
+        shape = stored.shape
+        if pieces is not None:
+            expected = names.fused_shape(stored_name, hidden_size)
+            if shape != expected:
+                scan.problems.append(
+                    f"{stored_name}: expected shape {list(expected)}, got {list(shape)}"
+                )
+                continue
+        for name, index in each.items():
+            own = tuple(torch.empty(shape, device="meta")[index].shape) if index else shape
+            tensors[name] = replace(stored, shape=own, index=index)
+    if scan.named is not None:
+        scan.named, scan.tensors = named, tensors
 
 
 def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor]) -> list[str]:

@@ -106,6 +106,12 @@ class ParallelContext:
                 problems.append(
                     f"expected a divisor of {getattr(config, name)} {what}, got {size}"
                 )
+        experts = config.experts
+        if experts is not None and experts.intermediate_size % size:
+            problems.append(
+                f"expected a divisor of {experts.intermediate_size} rows of each expert, "
+                f"got {size}"
+            )
         if config.vocab_size < size**2:
             problems.append(f"expected at least {size**2} tokens in the vocabulary for {size}, "
                             f"got {config.vocab_size}")  # fmt: skip
@@ -115,6 +121,8 @@ class ParallelContext:
             num_q_heads=config.num_q_heads // size,
             num_kv_heads=max(heads // size, 1),
             intermediate_size=config.intermediate_size // size,
+            experts=experts
+            and replace(experts, intermediate_size=experts.intermediate_size // size),
         )
 
     def _deterministic_problems(self, config: ModelConfig) -> list[str]:
@@ -134,6 +142,10 @@ class ParallelContext:
             problems.append(
                 "expected 1 with deterministic=True where a norm is over the heads of all ranks, "
                 f"got {self.size}"
+            )
+        if config.experts is not None:
+            problems.append(
+                f"expected 1 with deterministic=True for a model with experts, got {self.size}"
             )
         return problems
 

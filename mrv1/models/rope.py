@@ -89,13 +89,15 @@ class RopeConfig:
         rotary_dim: int,
         max_position_embeddings: int,
         mrope: Literal["none", "sections", "interleaved"] = "none",
+        may_be_partial: bool = False,
     ) -> RopeConfig:
         """Return the configuration that transformers' ``config.rope_parameters`` describe.
 
         ``max_position_embeddings`` is the checkpoint's context: its ratio to the original one is
         yarn's ``factor`` if that is not set. ``mrope`` says how M-RoPE's axes share the pairs;
-        "none" = a token has one position. One ConfigError lists all settings that are missing or
-        not numbers > 0, or names an unsupported type.
+        "none" = a token has one position. ``may_be_partial`` says whether the family rotates only
+        a ``partial_rotary_factor`` of ``rotary_dim``, if it is set. One ConfigError lists all
+        settings that are missing or not numbers > 0, or names an unsupported type.
         """
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in get_args(RopeType):
@@ -113,13 +115,17 @@ class RopeConfig:
             optional, more = _yarn_settings(parameters)
             settings |= optional
             problems += more
-        if rotary_dim % 2:
+        share = parameters.get("partial_rotary_factor")
+        if share not in (None, 1, 1.0):
+            if may_be_partial and not _not_positive({"": share}) and share < 1:
+                rotary_dim = int(rotary_dim * share)
+            else:
+                expected = "a number in (0, 1]" if may_be_partial else "1.0"
+                problems.append(
+                    f"rope_parameters.partial_rotary_factor: expected {expected}, got {share!r}"
+                )
+        if rotary_dim % 2 or rotary_dim == 0:
             problems.append(f"rotary_dim: expected an even number, got {rotary_dim}")
-        if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
-            problems.append(
-                "rope_parameters.partial_rotary_factor: expected 1.0, got "
-                f"{parameters['partial_rotary_factor']!r}"
-            )
         if mrope != "none":
             settings["mrope_section"] = section = _mrope_section(parameters)
             settings["mrope_interleaved"] = mrope == "interleaved"

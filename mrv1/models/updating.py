@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.experts import ExpertNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.loading import NON_WEIGHT_SUFFIXES
 from mrv1.models.vision import text_name
@@ -22,16 +23,20 @@ def checked_update(
     *,
     partial: bool,
     has_vision: bool = False,
+    expert_names: ExpertNames | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the new tensors by name, without those that are no weights; nothing is written.
 
     ``targets`` are a model's ``checkpoint_tensors``; with ``partial``, some may be missing. A tied
-    head is the embedding: given without it, it takes its place.
+    head is the embedding: given without it, it takes its place. ``expert_names`` are a
+    checkpoint's names for tensors of a transformers model in memory.
 
     Raises:
         ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
     """
     given = _by_name(named_tensors, has_vision)
+    if expert_names is not None:
+        given = _single_experts(given, expert_names)
     tied = given.pop(HEAD, None) if HEAD not in targets else None
     if tied is not None and EMBED not in given:  # under one of the two names, as in a checkpoint
         given[EMBED] = tied
@@ -74,6 +79,33 @@ def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]
             tensors[name] = tensor
     if not tensors:
         raise ConfigError("named_tensors: expected at least one tensor, got none")
+    return tensors
+
+
+def _single_experts(
+    given: Mapping[str, torch.Tensor], names: ExpertNames
+) -> dict[str, torch.Tensor]:
+    """Return tensors under a checkpoint's names, one for each expert: views of fused ones."""
+    tensors: dict[str, torch.Tensor] = {}
+    for stored_name, tensor in given.items():
+        pieces = names.pieces(stored_name)
+        if pieces is None or tensor.dim() != 3:
+            each = {names.stored(stored_name): tensor}
+        else:
+            num_given, num_experts = len(tensor), len({index[0] for index in pieces.values()})
+            if num_given != num_experts:
+                raise ConfigError(
+                    f"named_tensors: {stored_name}: expected {num_experts} experts, "
+                    f"got {num_given}"
+                )
+            each = {name: tensor[index] for name, index in pieces.items()}
+        for name in each:
+            if name in tensors:
+                raise ConfigError(
+                    f"named_tensors: expected each name once, got {name!r} again as "
+                    f"{stored_name!r}"
+                )
+        tensors |= each
     return tensors
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mrv1.models.architectures import NormOrder
+from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 
@@ -46,6 +46,24 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The experts of a layer, routed ones first, then shared ones; all are equally wide.
+
+    Shared experts are one MLP in a checkpoint. Their rows are neighbours here, too, so each of
+    its tensors fills one view.
+    """
+
+    router: torch.Tensor
+    """[routed, hidden], in the model's dtype or wider: see ``Routing.rounds_logits``."""
+    router_bias: torch.Tensor | None = None
+    """[routed] float32, or [1, routed]; None = none."""
+    gate_up: torch.Tensor
+    """[2, experts, intermediate, hidden]: all gates, then all ups."""
+    down: torch.Tensor
+    """[hidden, experts, intermediate]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One layer; a norm is ``[hidden]``, in the model's dtype, and None if the model lacks it."""
 
@@ -63,12 +81,21 @@ class LayerWeights:
     """Of the output of attention."""
     mlp_norm: torch.Tensor | None = None
     """Of the input of the MLP."""
-    gate_up: Weight
-    """[2 * intermediate, hidden]: gate rows, then up."""
-    down: Weight
-    """[hidden, intermediate]."""
+    gate_up: Weight | None = None
+    """[2 * intermediate, hidden]: gate rows, then up; None = the layer has experts."""
+    down: Weight | None = None
+    """[hidden, intermediate]; None = the layer has experts."""
+    experts: ExpertWeights | None = None
+    """None = the layer has one MLP."""
     mlp_out_norm: torch.Tensor | None = None
     """Of the output of the MLP."""
+
+    @property
+    def mlp(self) -> tuple[Weight, Weight]:
+        """``gate_up`` and ``down``; ValueError: the layer has experts."""
+        if self.gate_up is None or self.down is None:
+            raise ValueError("layer: expected one with an MLP, got one with experts")
+        return self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +148,8 @@ _NORMS: dict[NormOrder, dict[str, str]] = {
 """Norms of a layer by field, and their names in a checkpoint."""
 
 
-def _layer_places(config: ModelConfig) -> dict[str, _Place]:
-    """Return the fields that a layer has, in the order of ``LayerWeights``."""
+def _layer_places(config: ModelConfig, layer: int) -> dict[str, _Place]:
+    """Return the fields that a layer has, in the order of ``LayerWeights``, but its experts."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = (n * config.head_dim for n in (config.num_q_heads, config.num_kv_heads))
     qkv = {"q": q_size, "k": kv_size, "v": kv_size}
@@ -131,14 +158,65 @@ def _layer_places(config: ModelConfig) -> dict[str, _Place]:
     places |= {
         "qkv": _Place({f"self_attn.{i}_proj": n for i, n in qkv.items()}, hidden, config.qkv_bias),
         "o": _Place({"self_attn.o_proj": hidden}, q_size, config.o_bias),
-        "gate_up": _Place(gate_up, hidden, config.mlp_bias),
-        "down": _Place({"mlp.down_proj": hidden}, intermediate, config.mlp_bias),
     }
+    if not config.has_experts(layer):
+        places["gate_up"] = _Place(gate_up, hidden, config.mlp_bias)
+        places["down"] = _Place({"mlp.down_proj": hidden}, intermediate, config.mlp_bias)
     if config.qk_norm != "none":
         for i in "qk":
             rows = config.head_dim if config.qk_norm == "head" else qkv[i]
             places[f"{i}_norm"] = _Place({f"self_attn.{i}_norm": rows})
     return {each.name: places[each.name] for each in fields(LayerWeights) if each.name in places}
+
+
+def _empty_experts(
+    config: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> ExpertWeights:
+    experts, family = config.experts, ARCHITECTURES[config.architecture].experts
+    if experts is None or family is None:
+        raise ValueError(f"config: expected a model with experts, got {config.architecture}")
+    routing, width = experts.routing, experts.intermediate_size
+    num_experts, bias = routing.num_experts + routing.num_shared, None
+    if family.bias is not None:
+        shape = (1,) * (family.bias_dims - 1) + (routing.num_experts,)
+        bias = torch.empty(shape, dtype=torch.float32, device=device)
+    router = dtype if routing.rounds_logits else torch.promote_types(dtype, torch.float32)
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return ExpertWeights(
+        router=empty(routing.num_experts, config.hidden_size, dtype=router),
+        router_bias=bias,
+        gate_up=empty(2, num_experts, width, config.hidden_size),
+        down=empty(config.hidden_size, num_experts, width),
+    )
+
+
+def _expert_tensors(
+    config: ModelConfig, experts: ExpertWeights, prefix: str
+) -> dict[str, torch.Tensor]:
+    """Return the tensor or view that each tensor of a layer's experts fills."""
+    family = ARCHITECTURES[config.architecture].experts
+    if family is None:
+        raise ValueError(f"config: expected a model with experts, got {config.architecture}")
+    block, num_routed = f"{prefix}.{family.block}", len(experts.router)
+    tensors = {f"{block}.gate.weight": experts.router}
+    if experts.router_bias is not None:
+        tensors[f"{block}.{family.bias}"] = experts.router_bias
+    gate, up, down = family.parts
+    for expert in range(num_routed):
+        name = f"{block}.experts.{expert}"
+        tensors[f"{name}.{gate}.weight"] = experts.gate_up[0, expert]
+        tensors[f"{name}.{up}.weight"] = experts.gate_up[1, expert]
+        tensors[f"{name}.{down}.weight"] = experts.down[:, expert]
+    if experts.gate_up.shape[1] > num_routed:
+        name = f"{block}.shared_experts"
+        tensors[f"{name}.{gate}.weight"] = experts.gate_up[0, num_routed:].flatten(0, 1)
+        tensors[f"{name}.{up}.weight"] = experts.gate_up[1, num_routed:].flatten(0, 1)
+        first = num_routed * experts.down.shape[2]
+        tensors[f"{name}.{down}.weight"] = experts.down.flatten(1)[:, first:]
+    return tensors
 
 
 def empty_weights(
@@ -163,16 +241,19 @@ def empty_weights(
         bias = empty(rows) if place.has_bias else None
         return Weight(values=empty(rows, place.columns), bias=bias)
 
-    places = _layer_places(config)
+    def layer(index: int) -> LayerWeights:
+        places = _layer_places(config, index)
+        experts = _empty_experts(config, device, dtype) if config.has_experts(index) else None
+        return LayerWeights(
+            **{name: field(place) for name, place in places.items()}, experts=experts
+        )
+
     vocab_rows = config.vocab_size if vocab_rows is None else vocab_rows
     embed = empty(vocab_rows, config.hidden_size)
     head = embed if config.tie_word_embeddings else empty(vocab_rows, config.hidden_size)
     return ModelWeights(
         embed=embed,
-        layers=tuple(
-            LayerWeights(**{name: field(place) for name, place in places.items()})
-            for _ in range(config.num_layers)
-        ),
+        layers=tuple(map(layer, range(config.num_layers))),
         final_norm=empty(config.hidden_size),
         lm_head=Weight(values=head),
     )
@@ -183,9 +264,10 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
     tensors = {EMBED: weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
         tensors[HEAD] = weights.lm_head.values
-    places = _layer_places(config)
     for index, layer in enumerate(weights.layers):
-        for field, place in places.items():
+        if layer.experts is not None:
+            tensors |= _expert_tensors(config, layer.experts, f"model.layers.{index}")
+        for field, place in _layer_places(config, index).items():
             filled, start = getattr(layer, field), 0
             is_vector = place.columns is None
             for name, num_rows in place.parts.items():
@@ -209,8 +291,10 @@ def random_weights(
     generator = torch.Generator(device).manual_seed(seed)
     weights = empty_weights(config, device, dtype)
     for name, tensor in checkpoint_tensors(config, weights).items():
-        if tensor.dim() == 2:
+        if name.endswith("bias"):
+            tensor.zero_()
+        elif tensor.dim() == 2:
             tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
         else:
-            tensor.fill_(0.0 if name.endswith(".bias") else 1.0)
+            tensor.fill_(1.0)
     return weights

@@ -240,6 +240,7 @@ class SleepMode:
             named_tensors,
             partial=partial,
             has_vision=self._step.model.config.vision is not None,
+            expert_names=self._step.model.config.expert_names,
         )
 
     def begin_update(self, names: Iterable[str]) -> None:

@@ -9,14 +9,19 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 CACHE = (
@@ -32,6 +37,11 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "ernie4_5": Ernie4_5Config,
+    "ernie4_5_moe": Ernie4_5_MoeConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+    "olmoe": OlmoeConfig,
+    "glm4_moe": Glm4MoeConfig,
 }
 """Configuration class by family name."""
 
@@ -55,8 +65,40 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 """``rope_parameters`` by rope type; tests run past the original context of 64."""
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "ernie4_5_moe": {
+        "num_hidden_layers": 3,
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
+    "glm4_moe": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+    },
+}
+"""Settings of a family's experts; each has a layer with them, and all but two a dense one."""
+
 SLIDING: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
+    "mixtral": {"sliding_window": 24},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
 }
@@ -84,7 +126,7 @@ def tiny_config(family: str, rope: str = "default", **overrides: Any) -> Pretrai
 
     Every family attends to the full context unless ``**SLIDING[family]`` is among them.
     """
-    settings = _TINY | {"rope_parameters": dict(ROPES[rope])}
+    settings = _TINY | {"rope_parameters": dict(ROPES[rope])} | EXPERTS.get(family, {})
     if family == "mistral":
         settings["sliding_window"] = None  # its default is 4096
     return FAMILIES[family](**(settings | overrides))
@@ -99,6 +141,8 @@ def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    if config.model_type in EXPERTS:
+        model.set_experts_implementation("eager")  # the grouped one has no float64
     return fill_randomly(model, seed)
 
 
@@ -109,6 +153,9 @@ def fill_randomly(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(mean, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     return model.eval()
 
 

@@ -21,7 +21,13 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
 }
+QK_NORMS = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "vector", "glm4_moe": "head"}
 
 
 KV_CACHE_ONLY = {
@@ -42,10 +48,13 @@ def write_config(directory: Path, family: str = "qwen3", **changes: Any) -> Path
 def test_architecture_follows_from_the_model_type(family: str) -> None:
     config = ModelConfig.from_hf(tiny_config(family))
     assert config.architecture == ARCHITECTURES[family]
-    assert (config.num_layers, config.num_q_heads, config.num_kv_heads) == (2, 4, 2)
-    assert (config.head_dim, config.rope.rotary_dim) == (32, 32)
-    assert config.qk_norm == ("head" if family == "qwen3" else "none")
-    assert config.rope_interleaved == (family == "ernie4_5")
+    assert (config.num_q_heads, config.num_kv_heads) == (4, 2)
+    assert config.num_layers == (3 if family == "ernie4_5_moe" else 2)
+    head_dim = 16 if family == "olmoe" else 32
+    rotary_dim = head_dim // 2 if family == "glm4_moe" else head_dim
+    assert (config.head_dim, config.rope.rotary_dim) == (head_dim, rotary_dim)
+    assert config.qk_norm == QK_NORMS.get(family, "none")
+    assert config.rope_interleaved == family.startswith("ernie4_5")
     assert config.torch_dtype == torch.float32
 
 
