@@ -55,8 +55,8 @@ class DecoderModel:
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         vision = config.vision
         self._num_deepstack_layers = 0 if vision is None else vision.num_deepstack_layers
-        self._sum_buffers: dict[int, AllReduceBuffers] = {}
-        """By the bytes of an element."""
+        self._sum_buffers: dict[torch.dtype, AllReduceBuffers] = {}
+        """By the dtype that travels."""
 
     @property
     def parallel(self) -> ParallelContext:
@@ -181,11 +181,10 @@ class DecoderModel:
         The first pass allocates buffers on all ranks: they are connected by then.
         """
         peers, buffers = self._parallel.peers, self._sum_buffers
-        if peers is not None and partial.itemsize not in buffers:
-            buffers[partial.itemsize] = AllReduceBuffers.allocate(
-                peers, partial.shape[1], partial.dtype
-            )
-        return self._ops.all_reduce_norm(partial, buffers[partial.itemsize], **fused)
+        travels = self.dtype if partial.dim() == 3 else partial.dtype  # the sum of splits does
+        if peers is not None and travels not in buffers:
+            buffers[travels] = AllReduceBuffers.allocate(peers, partial.shape[-1], travels)
+        return self._ops.all_reduce_norm(partial, buffers[travels], **fused)
 
     def _sum_and_norm(
         self,
@@ -311,12 +310,15 @@ class DecoderModel:
         return self._parallel.leaves if self.deterministic else None
 
     def _partial(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded."""
-        out = None
+        """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded.
+
+        Else, for ranks with peers' memory, it may be ``linear``'s splits, which ``_sum`` adds up.
+        """
+        out, keeps_splits = None, self._parallel.peers is not None and not self.deterministic
         if self.deterministic:
             wide = torch.promote_types(x.dtype, torch.float32)
             out = x.new_empty((len(x), weight.shape[0]), dtype=wide)
-        return self._multiply(x, weight, leaves=self._leaves, out=out)
+        return self._multiply(x, weight, leaves=self._leaves, out=out, keep_splits=keeps_splits)
 
     def _add_experts(
         self,

@@ -26,6 +26,7 @@ def cases(target: Target) -> list[AotCase]:
         _all_reduce_norm(target, torch.bfloat16, 8192, 4, two_shot=True),
         _all_reduce_norm(target, torch.bfloat16, 8192, 2),
         _all_reduce_norm(target, torch.bfloat16, 4096, 2, wire=torch.float32),
+        _all_reduce_norm(target, torch.bfloat16, 4096, 2, splits=4),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
         *(_silu_and_mul(target, dtype) for dtype in DTYPES),
     ]
@@ -60,17 +61,19 @@ def _all_reduce_norm(
     two_shot: bool = False,
     is_fused: bool = True,
     wire: torch.dtype | None = None,
+    splits: int = 1,
 ) -> AotCase:
     config = RmsNormConfig.default_for(hidden)
-    x, partial = pointer(dtype), pointer(wire or dtype)
-    words = pointer(torch.int16 if partial.itemsize == 2 else torch.int32)
+    x, partial = pointer(dtype), pointer(torch.float32 if splits > 1 else wire or dtype)
+    words = pointer(torch.int16 if (wire or dtype).itemsize == 2 else torch.int32)
     counter, fused = pointer(torch.int32), x if is_fused else None
-    details = [f"{size}ranks", *["two_shot"] * two_shot, *["sum_alone"] * (not is_fused)]
+    flags = {"two_shot": two_shot, "splits": splits > 1, "sum_alone": not is_fused}
+    details = [f"{size}ranks", *(flag for flag, is_set in flags.items() if is_set)]
     return AotCase(
         name=_name("all_reduce_norm", dtype, partial.dtype, hidden, *details),
         kernel=_all_reduce_norm_kernel,
         args=(
-            *(x, hidden, fused, hidden, (words,) * size, counter, partial, hidden),
+            *(x, hidden, fused, hidden, (words,) * size, counter, partial, 33 * hidden, hidden),
             *(fused, hidden, None, fused, counter, 33, hidden, 1e-6),
         ),
         constexprs={
@@ -79,6 +82,7 @@ def _all_reduce_norm(
             "RING_SLOTS": RING_SLOTS,
             "RING_ROWS": RING_ROWS,
             "TREE_SIZE": triton.next_power_of_2(size),
+            "SPLITS": splits,
             "TWO_SHOT": two_shot,
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(hidden),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import pytest
@@ -60,11 +60,22 @@ class Call:
     in_place: bool = False
     gap: int = 0
     algorithm: str | None = None
+    splits: int = 1
 
 
-def partials(call: Call, size: int, hidden: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Return [ranks, tokens, hidden]."""
-    return normal((size, call.num_tokens, hidden), dtype, "cpu", seed)
+def partials(call: Call, size: int, hidden: int, wire: torch.dtype, seed: int) -> torch.Tensor:
+    """Return [ranks, tokens, hidden]; of splits their float32 sum, in order, rounded."""
+    if call.splits == 1:
+        return normal((size, call.num_tokens, hidden), wire, "cpu", seed)
+    total, *others = splits(call, size, hidden, seed).unbind(1)
+    for each in others:
+        total = total + each
+    return total.to(wire)
+
+
+def splits(call: Call, size: int, hidden: int, seed: int) -> torch.Tensor:
+    """Return [ranks, splits, tokens, hidden]."""
+    return normal((size, call.splits, call.num_tokens, hidden), torch.float32, "cpu", seed)
 
 
 def run_calls(op, parallel, calls, hidden, dtype, wire, seed):
@@ -74,6 +85,8 @@ def run_calls(op, parallel, calls, hidden, dtype, wire, seed):
     for index, call in enumerate(calls):
         partial = partials(call, parallel.size, hidden, wire, seed + index)[parallel.rank]
         partial = in_a_wider_row(partial, call.gap, call.gap)
+        if call.splits > 1:
+            partial = splits(call, parallel.size, hidden, seed + index)[parallel.rank]
         shape = (call.num_tokens, hidden)
         residual = in_a_wider_row(normal(shape, dtype, "cpu", seed - index - 1) * 3, 0, call.gap)
         out = residual if call.in_place else torch.full(shape, torch.nan, dtype=dtype)
@@ -90,7 +103,7 @@ def run_calls(op, parallel, calls, hidden, dtype, wire, seed):
             algorithm=call.algorithm,
         )
         assert got is out
-        assert_gaps_untouched(partial)
+        assert call.splits > 1 or not assert_gaps_untouched(partial)
         assert_gaps_untouched(normed)
         assert_gaps_untouched(residual)
         results.append((out.clone(), normed.clone() if call.norm else None))
@@ -140,6 +153,7 @@ calls = st.lists(
         in_place=st.booleans(),
         gap=st.sampled_from([0, 8, 3]),
         algorithm=st.sampled_from([None, "one_shot", "two_shot"]),
+        splits=st.sampled_from([1, 1, 2, 4]),
     ),
     min_size=1,
     max_size=5,
@@ -185,6 +199,8 @@ def test_the_oracle_equals_a_loop():
     seed=seeds,
 )
 def test_the_oracle_adds_pairs_of_ranks(size, calls, hidden, formats, seed):
+    if torch.float64 in formats:  # splits are float32
+        calls = [replace(call, splits=1) for call in calls]
     check_calls(reference.all_reduce_norm, size, calls, hidden, *formats, seed)
 
 
@@ -346,7 +362,12 @@ def test_a_kernel_gives_up_when_a_rank_has_ended():
         (
             {"partial": torch.ones(2, 9)},
             ValueError,
-            r"partial: expected shape \[tokens, 8\], as its buffers have, got \[2, 9\]",
+            r"partial: expected shape \[tokens, 8\], .*, got torch\.float32 \[2, 9\]",
+        ),
+        (
+            {"partial": torch.ones(2, 3, 8).transpose(0, 1)},
+            ValueError,
+            r"partial: expected contiguous splits, got shape \[3, 2, 8\] with strides \(8, 24",
         ),
         (
             {"partial": torch.ones(2, 8).half()},

@@ -21,6 +21,7 @@ from tests.kernels.elementwise import (
     SENTINEL,
     assert_gaps_untouched,
     in_a_wider_row,
+    normal,
     seeds,
     tiles,
 )
@@ -422,6 +423,23 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
         assert -(-num_rows // rows) <= 128
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_splits_add_up_to_the_product(device, num_tokens, dtype):
+    """In order, in float32; the product is the one whose norm follows, which has the splits."""
+    x, weight = (normal((size, 512), dtype, device, size) for size in (num_tokens, 96))
+    normed, norm_weight = x.new_empty(num_tokens, 96), x.new_ones(96)
+    want = kernels.linear(x, weight, out_norm_weight=norm_weight, normed_out=normed)
+    kept = kernels.linear(x, weight, keep_splits=True)
+    total = kept
+    if kept.dim() == 3:
+        total = kept[0]
+        for split in kept[1:]:
+            total = total + split
+    assert kept.dim() == 3 or num_tokens != 5 or dtype == torch.float32
+    assert torch.equal(total.to(dtype), want)
+
+
 # --- errors ------------------------------------------------------------------------------------
 
 
@@ -438,6 +456,11 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
         ({"bias": torch.ones(5)}, ValueError, r"bias: expected shape \[6\], got \[5\]"),
         ({"norm_weight": torch.ones(6)}, ValueError, r"norm_weight: expected shape \[8\], got"),
         ({"residual": torch.ones(2, 5)}, ValueError, r"residual: expected shape \[2, 6\], got"),
+        (
+            {"keep_splits": True, "bias": torch.ones(6)},
+            ValueError,
+            r"keep_splits: expected False with arguments that change the product",
+        ),
         ({"activation": "gelu"}, ValueError, r"activation: expected None or 'silu_and_mul', got"),
         (
             {"activation": "silu_and_mul", "weight": torch.ones(5, 8)},

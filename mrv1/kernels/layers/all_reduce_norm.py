@@ -137,7 +137,8 @@ def _all_reduce_norm_kernel(
     stride_normed_token,
     received_ptrs,  # tuple: each rank's [RING_SLOTS, SIZE, RING_ROWS, hidden] words, contiguous
     turn_ptr,  # [RING_ROWS] int32, one's own: the slot of each program's next turn
-    partial_ptr,  # [num_tokens, hidden], unit last stride
+    partial_ptr,  # [SPLITS, num_tokens, hidden], unit last stride
+    stride_partial_split,
     stride_partial_token,
     residual_ptr,  # [num_tokens, hidden], unit last stride; or None
     stride_residual_token,
@@ -152,6 +153,7 @@ def _all_reduce_norm_kernel(
     RING_SLOTS: tl.constexpr,
     RING_ROWS: tl.constexpr,
     TREE_SIZE: tl.constexpr,  # power of two >= SIZE
+    SPLITS: tl.constexpr,
     TWO_SHOT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= hidden
@@ -163,8 +165,9 @@ def _all_reduce_norm_kernel(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     own_ptr = received_ptrs[RANK]
     WORD: tl.constexpr = own_ptr.dtype.element_ty
-    PARTIAL: tl.constexpr = partial_ptr.dtype.element_ty
     OUT: tl.constexpr = out_ptr.dtype.element_ty
+    # What travels: splits do not, unless float32 does.
+    PARTIAL: tl.constexpr = OUT if WORD.primitive_bitwidth == 16 else tl.float32
     tile_row = tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_DIM)[None, :]
     stride_source = RING_ROWS * hidden
@@ -177,7 +180,12 @@ def _all_reduce_norm_kernel(
         in_tile = (row < num_tokens) & (col < hidden)
         at_turn = turn * stride_slot + in_ring
         owner = tile % SIZE
-        partial = tl.load(partial_ptr + row * stride_partial_token + col, mask=in_tile, other=0.0)
+        partial_ptrs = partial_ptr + row * stride_partial_token + col
+        partial = tl.load(partial_ptrs, mask=in_tile, other=0.0)
+        for _ in tl.static_range(1, SPLITS):
+            partial_ptrs += stride_partial_split
+            partial += tl.load(partial_ptrs, mask=in_tile, other=0.0)
+        partial = partial.to(PARTIAL)
         words = _encoded(partial, WORD)
         _send(
             *(received_ptrs, RANK * stride_source + at_turn, words, in_tile),
@@ -249,14 +257,15 @@ def all_reduce_norm(
 
     Args:
         partial: [tokens, hidden] float32 | float16 | bfloat16, unit last stride: this rank's part
-            of the sum; travels in its dtype.
-        buffers: of all ranks and for ``hidden``; in partial's width. One stream at a time uses
-            them.
+            of the sum. Or [splits, tokens, hidden] float32, contiguous: the parts of this rank's
+            part, as ``linear(keep_splits=True)`` returns them.
+        buffers: of all ranks and for ``hidden``. One stream at a time uses them. What travels has
+            their width: partial's dtype, or, for splits, the result's dtype or float32.
         bias: [hidden], the result's dtype, contiguous: added once, to the sum.
         residual: [tokens, hidden], the result's dtype, unit last stride; the same on every rank.
         out: [tokens, hidden], partial's dtype or, if that is float32, any; unit last stride,
             *written* and returned; may be ``residual`` or ``partial``. None = new, in the dtype of
-            ``residual``, or else of ``partial``.
+            ``residual``, or else of ``partial``. Splits need one of both.
         norm_weight: [hidden], the result's dtype, contiguous; only with ``normed_out``.
         eps: added to the mean square.
         normed_out: [tokens, hidden], the result's dtype, unit last stride, *written* with the RMS
@@ -277,8 +286,8 @@ def all_reduce_norm(
     dtype = _check(partial, buffers, bias, residual, out)
     _check_norm(partial, dtype, norm_weight, normed_out)
     if out is None:
-        out = torch.empty(partial.shape, dtype=dtype, device=partial.device)
-    num_tokens, hidden = partial.shape
+        out = torch.empty(partial.shape[-2:], dtype=dtype, device=partial.device)
+    num_tokens, hidden = partial.shape[-2:]
     if num_tokens == 0:
         return out
     received, size = buffers.received, buffers.received.size
@@ -290,12 +299,12 @@ def all_reduce_norm(
     tile_rows = min(config.tile_rows, RING_ROWS)
     num_programs = min(triton.cdiv(num_tokens, tile_rows), RING_ROWS // tile_rows)
     if algorithm is None:
-        algorithm = algorithm_for(size, num_tokens * hidden * partial.itemsize)
+        algorithm = algorithm_for(size, num_tokens * hidden * received.own.itemsize)
     _all_reduce_norm_kernel[(num_programs,)](
         *with_strides(out, 1),
         *with_strides(normed_out, 1),
         *(received.parts, buffers.turn),
-        *with_strides(partial, 1),
+        *(partial, partial.stride(0), partial.stride(-2)),
         *with_strides(residual, 1),
         *(bias, norm_weight, buffers.abort),
         *(num_tokens, hidden, eps),
@@ -304,6 +313,7 @@ def all_reduce_norm(
         RING_SLOTS=RING_SLOTS,
         RING_ROWS=RING_ROWS,
         TREE_SIZE=triton.next_power_of_2(size),
+        SPLITS=partial.shape[0] if partial.dim() == 3 else 1,
         TWO_SHOT=algorithm == "two_shot" and size > 1,
         TILE_ROWS=tile_rows,
         TILE_DIM=tile_dim,
@@ -337,18 +347,18 @@ def _check(
     out: torch.Tensor | None,
 ) -> torch.dtype:
     """Raise unless the arguments are as ``all_reduce_norm`` says; return the result's dtype."""
-    check_tensor("partial", partial, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
+    check_tensor("partial", partial, dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("partial", partial)
-    buffers.check_partial(partial)
     dtype = next((each.dtype for each in (out, residual) if each is not None), partial.dtype)
+    buffers.check_partial(partial, dtype)
     if partial.dtype not in (dtype, torch.float32):
         raise TypeError(f"partial: expected dtype {dtype} or torch.float32, got {partial.dtype}")
     check = bind(check_tensor, dtype=dtype, device=partial.device)
     if bias is not None:
-        check("bias", bias, shape=partial.shape[1:], contiguous=True)
+        check("bias", bias, shape=partial.shape[-1:], contiguous=True)
     for name, tensor in (("residual", residual), ("out", out)):
         if tensor is not None:
-            check(name, tensor, shape=partial.shape, unit_last_stride=True)
+            check(name, tensor, shape=partial.shape[-2:], unit_last_stride=True)
     return dtype
 
 
@@ -364,5 +374,5 @@ def _check_norm(
         raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
     if normed_out is not None:
         check = bind(check_tensor, dtype=dtype, device=partial.device)
-        check("norm_weight", norm_weight, shape=partial.shape[1:], contiguous=True)
-        check("normed_out", normed_out, shape=partial.shape, unit_last_stride=True)
+        check("norm_weight", norm_weight, shape=partial.shape[-1:], contiguous=True)
+        check("normed_out", normed_out, shape=partial.shape[-2:], unit_last_stride=True)

@@ -50,19 +50,25 @@ class AllReduceBuffers:
         turn = torch.zeros(RING_ROWS, dtype=torch.int32, device=received.own.device)
         return cls(received, turn, peers.abort)
 
-    def check_partial(self, partial: torch.Tensor) -> None:
-        """Raise unless ``partial`` [tokens, hidden] can be summed through these buffers."""
+    def check_partial(self, partial: torch.Tensor, dtype: torch.dtype) -> None:
+        """Raise unless these buffers can sum ``partial`` to a result of ``dtype``."""
         own = self.received.own
         hidden, itemsize = own.shape[-1], own.itemsize
-        if partial.dim() != 2 or partial.shape[1] != hidden:
+        has_splits = partial.dim() == 3 and partial.dtype == torch.float32
+        if not (has_splits or partial.dim() == 2) or partial.shape[-1] != hidden:
             raise ValueError(
-                f"partial: expected shape [tokens, {hidden}], as its buffers have, "
-                f"got {list(partial.shape)}"
+                f"partial: expected shape [tokens, {hidden}], as its buffers have, or float32 "
+                f"[splits, tokens, {hidden}], got {partial.dtype} {list(partial.shape)}"
             )
-        if partial.itemsize != itemsize:
+        if partial.itemsize != itemsize and not (has_splits and dtype.itemsize == itemsize):
             raise TypeError(
                 f"partial: expected a dtype of {itemsize} bytes, as its buffers have, "
                 f"got {partial.dtype}"
+            )
+        if has_splits and not (partial.shape[0] and partial.is_contiguous()):
+            raise ValueError(
+                f"partial: expected contiguous splits, got shape {list(partial.shape)} with "
+                f"strides {partial.stride()}"
             )
         if partial.device != own.device:
             raise ValueError(f"partial: expected device {own.device}, got {partial.device}")

@@ -34,6 +34,7 @@ from mrv1.kernels.layers.activation import silu_and_mul
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
+from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.rms_norm import rms_norm
@@ -72,6 +73,7 @@ def linear(
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
     leaves: int | None = None,
+    keep_splits: bool = False,
 ) -> torch.Tensor:
     """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, each part if it is given.
 
@@ -98,6 +100,9 @@ def linear(
             shorter) into which the inputs are cut. Each is one sum; the sums are added in a tree,
             neighbours first. Those of N ranks with 8 / N leaves each, added so, are the bits of
             one rank with 8. None = a number that follows from the number of inputs.
+        keep_splits: whether the caller adds up the sums of splits, as ``all_reduce_norm`` does: a
+            product that splits its inputs then returns float32 ``[splits, tokens, out]``, and
+            leaves ``out`` unwritten. Alone: of the arguments above only with ``prefetch``.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -114,6 +119,9 @@ def linear(
     check_leaves(leaves, deterministic=deterministic)
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
+    added = (bias, norm_weight, residual, activation, out, normed_out)
+    if keep_splits and (deterministic or any(each is not None for each in added)):
+        raise ValueError("keep_splits: expected False with arguments that change the product")
     if out is None:
         out = x.new_empty((x.shape[0], num_out))
     if x.shape[0] == 0:
@@ -134,12 +142,13 @@ def linear(
         normed_out=normed_out,
         prefetch=prefetch,
         order=SumOrder.of(x.shape[1], leaves) if deterministic else None,
+        keeps_splits=keep_splits,
     )
-    is_normed = False
+    sums = None
     if is_vector:
         multiply_vector(call, _vector_config(call))
     elif (config := _register_config(call)) is not None:
-        is_normed = multiply_in_registers(call, config)
+        sums = multiply_in_registers(call, config)
     elif not deterministic and call.num_tokens > MOST_TOKENS and _library_can(call):
         _multiply_by_library(call)
     elif _takes_groups(call):
@@ -147,12 +156,16 @@ def linear(
         from mrv1.kernels.layers.linear_groups import can_copy, multiply_by_groups
 
         if can_copy(call):
-            is_normed = multiply_by_groups(call)
+            sums = multiply_by_groups(call)
         else:
-            is_normed = multiply_tiles(call, _tile_config(call))
+            sums = multiply_tiles(call, _tile_config(call))
     else:
-        is_normed = multiply_tiles(call, _tile_config(call))
-    if normed_out is not None and out_norm_weight is not None and not is_normed:
+        sums = multiply_tiles(call, _tile_config(call))
+    if sums is not None:
+        if keep_splits:
+            return sums
+        add_splits(call, sums)
+    elif normed_out is not None and out_norm_weight is not None:
         rms_norm(out, out_norm_weight, eps, out=normed_out)
     return out
 
@@ -169,7 +182,7 @@ def _register_config(call: LinearCall) -> RegisterConfig | None:
     """Return the configuration; None for float32, AMD, too many weights or too many tokens."""
     if call.x.dtype.itemsize != 2 or torch.version.hip is not None:
         return None
-    num_rows, is_normed = call.weight.shape[0], call.normed_out is not None
+    num_rows, is_normed = call.weight.shape[0], call.is_followed
     if call.order is not None:
         if INTERPRET or device_info(call.x.device).capability not in ONE_ROUNDING:
             return None
@@ -192,7 +205,7 @@ def _takes_groups(call: LinearCall) -> bool:
 
 
 def _tile_config(call: LinearCall) -> TileConfig:
-    num_rows, is_normed = call.weight.shape[0], call.normed_out is not None
+    num_rows, is_normed = call.weight.shape[0], call.is_followed
     if INTERPRET:
         part_in = call.num_in if call.order is None else call.order.leaf_in
         return TileConfig.for_interpreter(call.num_tokens, part_in, num_rows)

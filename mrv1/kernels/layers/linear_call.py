@@ -30,6 +30,13 @@ class LinearCall:
     """Weights that a later launch reads."""
     order: SumOrder | None
     """The order of a deterministic sum; None = any."""
+    keeps_splits: bool = False
+    """Whether the caller adds up the sums of splits."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a launch that follows anyway, for a norm or a sum over ranks, adds up splits."""
+        return self.keeps_splits or self.normed_out is not None
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ from mrv1.kernels._base.gluon import (
     warpgroup_mma_wait,
 )
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
+from mrv1.kernels.layers.linear_splits import empty_sums
 from mrv1.kernels.layers.silu import silu
 from mrv1.kernels.layers.sum_order import SumOrder
 
@@ -310,8 +310,8 @@ def describe(
     )
 
 
-def multiply_by_groups(call: LinearCall) -> bool:
-    """Compute ``call.out`` and, with splits, ``call.normed_out``; return whether it splits."""
+def multiply_by_groups(call: LinearCall) -> torch.Tensor | None:
+    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
     order = call.order or SumOrder.of(call.num_in, None)
     num_programs = device_info(call.x.device).num_sms
     token_tiles = cdiv(call.num_tokens, TILE_TOKENS.value)
@@ -333,6 +333,4 @@ def multiply_by_groups(call: LinearCall) -> bool:
         num_warps=4,
         **overlap_options(call.x.device, worthwhile=False),
     )
-    if sums is not None:
-        add_splits(call, sums)
-    return sums is not None
+    return sums

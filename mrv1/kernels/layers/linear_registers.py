@@ -14,12 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
-from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
+from mrv1.kernels.layers.linear_splits import empty_sums
 from mrv1.kernels.layers.silu import silu
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -355,8 +357,8 @@ def _linear_registers_kernel(
         first_token += TILE_TOKENS
 
 
-def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
-    """Compute ``call.out`` and, with splits, ``call.normed_out``; return whether it splits."""
+def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> torch.Tensor | None:
+    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
     splits = 1 if call.is_gated else config.splits
     sums = empty_sums(call, splits)
     program_out = config.row_tiles * config.tile_rows // (2 if call.is_gated else 1)
@@ -386,6 +388,4 @@ def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> bool:
         **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
         **overlap_options(call.x.device),
     )
-    if sums is not None:
-        add_splits(call, sums)
-    return sums is not None
+    return sums

@@ -21,7 +21,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
-from mrv1.kernels.layers.linear_splits import add_splits, empty_sums
+from mrv1.kernels.layers.linear_splits import empty_sums
 from mrv1.kernels.layers.silu import silu
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -410,8 +410,8 @@ def _linear_tile_kernel(
         tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
-    """Compute ``call.out`` and, with splits, ``call.normed_out``; return whether it splits."""
+def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
+    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
     if call.order is not None:
         parts, part_in = call.order.leaves // config.splits, call.order.leaf_in
     else:
@@ -442,6 +442,4 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> bool:
         num_warps=config.num_warps,
         **overlap_options(call.x.device),
     )
-    if sums is not None:
-        add_splits(call, sums)
-    return sums is not None
+    return sums

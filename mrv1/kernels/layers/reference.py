@@ -95,8 +95,9 @@ def linear(
     prefetch: torch.Tensor | None = None,
     deterministic: bool = False,
     leaves: int | None = None,
+    keep_splits: bool = False,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.linear`."""
+    """Oracle of :func:`mrv1.kernels.linear`; it has no splits to keep."""
     check_leaves(leaves, deterministic=deterministic)
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
@@ -191,14 +192,20 @@ def all_reduce_norm(
     algorithm: AllReduceAlgorithm | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.all_reduce_norm`; PeerError if ``buffers.abort`` is set."""
-    buffers.check_partial(partial)
+    dtype = next((x.dtype for x in (out, residual) if x is not None), partial.dtype)
+    buffers.check_partial(partial, dtype)
+    if partial.dim() == 3:
+        splits, partial = partial, partial[0]
+        for split in splits[1:]:
+            partial = partial + split
+        partial = partial.to(dtype if buffers.received.own.itemsize == 2 else partial.dtype)
     parts = [_exchanged(rows, buffers) for rows in partial.split(RING_ROWS)]
     total = _sum_of_pairs(wide(torch.cat(parts, dim=1)))
     if bias is not None:
         total = total + wide(bias)
     if residual is not None:
         total = wide(residual) + total
-    y = total.to(next((x.dtype for x in (out, residual) if x is not None), partial.dtype))
+    y = total.to(dtype)
     if normed_out is not None and norm_weight is not None:
         rms_norm(y, norm_weight, eps, out=normed_out)
     return y if out is None else out.copy_(y)
