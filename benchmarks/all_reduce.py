@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from benchmarks.measure.timing import Launch, WrongResultError, capture, measure
@@ -82,7 +83,7 @@ def symmetric(name: str, data: Data) -> tuple[Launch, torch.Tensor]:
     shared = symmetric_memory.empty(
         data.partial.shape, dtype=data.partial.dtype, device=data.partial.device
     )
-    group = dist.group.WORLD
+    group = _all_ranks()
     symmetric_memory.rendezvous(shared, group)
     shared.copy_(data.partial)
     op = getattr(torch.ops.symm_mem, name)
@@ -91,6 +92,13 @@ def symmetric(name: str, data: Data) -> tuple[Launch, torch.Tensor]:
     out = torch.empty_like(data.partial)
     op_out = getattr(torch.ops.symm_mem, f"{name}_out")
     return partial(op_out, shared, "sum", group.group_name, out), out
+
+
+def _all_ranks() -> ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("expected a process group, got none")
+    return group
 
 
 def measure_size(
@@ -144,9 +152,9 @@ def run_rank(options: argparse.Namespace) -> None:
     rank, size = options.rank, options.gpus
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    store = dist.TCPStore("127.0.0.1", options.port, size, is_master=rank == 0)
+    store = TCPStore("127.0.0.1", options.port, size, is_master=rank == 0)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
-    memory = SymmetricMemory(dist.group.WORLD, device)
+    memory = SymmetricMemory(_all_ranks(), device)
     variants: dict[str, Variant] = {
         "mrv1": partial(ours, memory, None),
         "one_shot": partial(ours, memory, "one_shot"),

@@ -75,6 +75,36 @@ def _others(result: dict[str, Any]) -> list[Column]:
     ]
 
 
+SUMS = {
+    "mrv1": "mrv1, with residual and norm",
+    "nccl": "NCCL",
+    "symm_one_shot": "symmetric memory, one shot",
+    "symm_two_shot": "two shots",
+}
+"""The variants of a sum over ranks that the table shows."""
+
+
+def all_reduce_table(file: ResultFile) -> str:
+    """Return the microseconds of a sum over ranks, and of its peers, which only sum."""
+    rows = [
+        {"size": f"[{entry['tokens']:,}, {entry['hidden']:,}]", **entry["us"]}
+        for entry in file.result["results"]
+    ]
+    conditions = file.result["conditions"]
+    return with_conditions(
+        markdown(
+            [Column("size", "size", TEXT), *(Column(key, SUMS[key], "{:.1f}") for key in SUMS)],
+            rows,
+        ),
+        file,
+        f"microseconds of a sum over {conditions['gpus']} GPUs, {file.result['dtype']}, "
+        f"{file.device}",
+        f"medians of {conditions['repeats']} samples, {conditions['timer']}; {conditions['data']}",
+        versions(file.result),
+        f"clocks {conditions['clocks']}",
+    )
+
+
 def products_table(file: ResultFile) -> str:
     """Return the library's TFLOP/s for each product and number of tokens; and our tiles' time."""
     products: dict[str, dict[str, Any]] = {}

@@ -32,7 +32,7 @@ from benchmarks.report.features import (
     start_parts_table,
 )
 from benchmarks.report.files import ResultFile, load
-from benchmarks.report.kernels import kernel_table, products_table, sampler_table
+from benchmarks.report.kernels import all_reduce_table, kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
 from benchmarks.report.performance import performance_table
@@ -54,7 +54,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "mrv1 beside vLLM": {("beside vllm", 1): vllm_table},
     "Serving": {("serving", 2): serving_table},
     "vLLM with mrv1": {("vllm", 1): modes_table, ("vllm", 2): modes_table},
-    "Several GPUs": {("ranks", 1): modes_table},
+    "Several GPUs": {("ranks", 1): modes_table, ("all_reduce", 1): all_reduce_table},
     "Whole-engine generation": {("generate", 2): generate_table},
     "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},

@@ -36,7 +36,7 @@ from benchmarks.report.features import (
     start_parts_table,
 )
 from benchmarks.report.files import ResultFile, load
-from benchmarks.report.kernels import kernel_table, products_table, sampler_table
+from benchmarks.report.kernels import all_reduce_table, kernel_table, products_table, sampler_table
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import ABOUT, other_file
 from benchmarks.report.page import BEGIN, END, KNOWN, NONE_YET, with_block
@@ -613,6 +613,25 @@ def test_the_table_of_products_has_a_column_for_each_number_of_tokens():
         "| s qkv, 4,096 x 6,144 | 159 (1.45x) | 700 (2.00x) |",
         "| s o, 4,096 x 6,144 | - | 159 (1.45x) |",
         "medians of 7 samples, T",
+    ):
+        assert said in table
+
+
+def test_the_table_of_sums_over_ranks_shows_peers():
+    us = {
+        "mrv1": 3.32,
+        "two_shot": 4.46,
+        "nccl": 16.6,
+        "symm_one_shot": 6.49,
+        "symm_two_shot": 6.2,
+    }
+    entry = {"tokens": 256, "hidden": 4096, "us": us}
+    conditions = {"gpus": 2, "repeats": 7, "timer": "T", "data": "D", "clocks": "as found"}
+    table = all_reduce_table(_file(_result(results=[entry], conditions=conditions)))
+    for said in (
+        "| [256, 4,096] | 3.3 | 16.6 | 6.5 | 6.2 |",
+        "microseconds of a sum over 2 GPUs",
+        "medians of 7 samples, T; D",
     ):
         assert said in table
 

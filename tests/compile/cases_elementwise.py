@@ -66,6 +66,7 @@ def _all_reduce_norm(
     config = RmsNormConfig.default_for(hidden)
     x, partial = pointer(dtype), pointer(torch.float32 if splits > 1 else wire or dtype)
     words = pointer(torch.int16 if (wire or dtype).itemsize == 2 else torch.int32)
+    is_limited = target.backend == "cuda" and size == 2 and words.itemsize == 2
     counter, fused = pointer(torch.int32), x if is_fused else None
     flags = {"two_shot": two_shot, "splits": splits > 1, "sum_alone": not is_fused}
     details = [f"{size}ranks", *(flag for flag, is_set in flags.items() if is_set)]
@@ -87,10 +88,10 @@ def _all_reduce_norm(
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(hidden),
             "OVERLAP": target.has_dependent_launch,
-            **({"maxnreg": MOST_REGISTERS} if size == 2 and target.backend == "cuda" else {}),
+            **({"maxnreg": MOST_REGISTERS} if is_limited else {}),
         },
         num_warps=config.num_warps,
-        parked_bytes=24 if (size, hidden) == (2, 8192) else 0,  # a limit of registers; see there
+        parked_bytes=64 if size == 2 else 0,  # their registers are limited
     )
 
 
