@@ -3,7 +3,7 @@
 python -m benchmarks.rank_draws OUTPUT.json [--ranks 2] [--rows 1,32,256] [--repeats 30]
 
 ``shards`` is ``sample_tokens`` on each rank's own logits; ``gather`` is NCCL's gather, the copy to
-rows of the whole vocabulary, and a draw of one rank; ``one rank`` is that draw alone. Tokens must
+rows of the whole vocabulary, and a draw of one rank; ``one_rank`` is that draw alone. Tokens must
 be equal. Each rank reports its times; the result has rank 0's. Needs GPUs that reach each other's
 memory.
 """
@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +39,7 @@ CASES: dict[str, dict[str, float]] = {
     "top_k": {"top_k": 50},
     "top_p": {"top_p": 0.9},
 }
+WAYS = ("shards", "gather", "one_rank")
 FILTERS = {"top_k": (torch.int32, 0.0), "top_p": (torch.float32, 1.0)}
 """Dtypes, and the values that keep all tokens."""
 
@@ -81,9 +81,8 @@ class Case:
     @property
     def ways(self) -> dict[str, Callable[[], torch.Tensor]]:
         """All ways to draw, by name."""
-        return {
-            "shards": self.from_shards, "gather": self.from_gathered, "one rank": self.from_whole
-        }  # fmt: skip
+        draws = (self.from_shards, self.from_gathered, self.from_whole)
+        return dict(zip(WAYS, draws, strict=True))
 
 
 def entries(shards: VocabShards, rows: tuple[int, ...], repeats: int) -> Iterator[dict[str, Any]]:
@@ -102,9 +101,11 @@ def entries(shards: VocabShards, rows: tuple[int, ...], repeats: int) -> Iterato
             dist.barrier()
             timings = measure(replays, repeats, device)
             yield {
-                "case": name, "rows": num_rows,
-                "us": {way: asdict(timing) for way, timing in timings.items()},
-            }  # fmt: skip
+                "case": name,
+                "rows": num_rows,
+                **{f"{way}_us": timing.median_us for way, timing in timings.items()},
+                "samples_us": {way: timing.samples_us for way, timing in timings.items()},
+            }
 
 
 def run_rank(rank: int, options: argparse.Namespace) -> None:
@@ -124,8 +125,8 @@ def run_rank(rank: int, options: argparse.Namespace) -> None:
     for entry in entries(shards, rows, options.repeats):
         found.append(entry)
         if rank == 0:
-            times = (f"{way} {timing['median_us']:.1f}" for way, timing in entry["us"].items())
-            print(f"{entry['case']} of {entry['rows']} rows, us: {', '.join(times)}", flush=True)
+            times = (f"{way} {entry[f'{way}_us']:.1f} us" for way in WAYS)
+            print(f"{entry['case']} of {entry['rows']} rows: {', '.join(times)}", flush=True)
     if rank == 0:
         result = {
             "op": "rank_draws", "schema": SCHEMA, **provenance(device, options.commit),

@@ -284,6 +284,7 @@ BY_HAND = {
     "attempts": "what was tried",
     "before-after": "two commits in turns",
     "grammars": "no GPU: python -m benchmarks.grammars",
+    "rank-draws": "several GPUs: python -m benchmarks.rank_draws",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
     "serving": "python -m benchmarks.serving_rows writes several files",
     "tiny_model": "training",
