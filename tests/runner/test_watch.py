@@ -1,0 +1,73 @@
+"""The thread that ends what waits for a rank: when one has ended, and when a wait is too long."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from mrv1.kernels._base.peers import PeerError
+from mrv1.runner.ranks import watch
+from mrv1.runner.ranks.watch import Watch
+
+
+class Ranks:
+    """Ranks of no processes."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.failed = threading.Event()
+        self.error: BaseException | None = None
+
+    def any_has_ended(self) -> bool:
+        return self.has_ended
+
+    def end(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.failed.set()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(watch, "TICK_SECONDS", 0.01)
+
+
+def test_a_wait_for_a_rank_that_has_ended_ends():
+    ranks = Ranks()
+    watching = Watch(ranks)
+    ranks.has_ended = True
+    time.sleep(0.05)
+    assert ranks.error is None  # nobody waits: the next call finds it
+    with watching.waiting("step 7", 60.0):
+        assert ranks.failed.wait(10)
+    watching.stop()
+    assert isinstance(ranks.error, PeerError)
+    assert "step 7: a rank has ended" in str(ranks.error)
+
+
+def test_only_one_wait_that_is_too_long_ends_the_ranks():
+    ranks = Ranks()
+    watching = Watch(ranks)
+    for step in range(20):
+        with watching.waiting(f"step {step}", 0.5):
+            time.sleep(0.02)
+    assert ranks.error is None
+    with watching.waiting("step 20", 0.05):
+        assert ranks.failed.wait(10)
+    watching.stop()
+    assert "step 20: rank 0 waits for its GPU" in str(ranks.error)
+
+
+def test_the_thread_keeps_no_ranks_alive_and_ends_with_them():
+    ranks = Ranks()
+    watching = Watch(ranks)
+    reference = weakref.ref(ranks)
+    del ranks
+    deadline = time.monotonic() + 10
+    while reference() is not None or watching._thread.is_alive():
+        gc.collect()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
