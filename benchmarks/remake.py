@@ -208,6 +208,7 @@ RECIPES: dict[str, Recipe] = {
     "kv-write-fp8": bench("kv-write", "--kv-dtype fp8_e4m3", 30),
     "kv-write-fp8-blocks": bench("kv-write", "--kv-dtype fp8_e4m3 --slot-order blocks", 30),
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
+    "all-reduce": replace(script("all_reduce", 30), gpus=2),
     "products": script("products", 80),
     "sanitize": script("sanitize", 400),
     "soak": Recipe(
