@@ -20,6 +20,7 @@ if find_spec("vllm") is None:
     pytest.skip("needs vLLM's Python files: make full-vllm", allow_module_level=True)
 
 import torch
+import vllm
 import zmq
 from safetensors.torch import load_file
 from vllm.platforms import current_platform
@@ -145,6 +146,20 @@ def test_weights_sleep_and_are_loaded_again_on_every_rank(engine, llm):
     engine.add("awake", [7, 8, 9], max_tokens=6)
     engine.finish()
     assert engine.tokens("awake") == own_tokens(llm, [7, 8, 9], max_tokens=6)
+
+
+def test_batch_invariant_ranks_are_deterministic(monkeypatch):
+    monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    engine = Engine(new_config(ranks=2))
+    assert engine.on_ranks(lambda worker: worker._runner.model.deterministic) == [True, True]
+    prompts = {f"r{length}": [*range(5, 5 + length)] for length in (1, 60)}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, max_tokens=12)
+    engine.finish()
+    engine.close()
+    with new_llm(deterministic=True) as llm:
+        for name, prompt in prompts.items():
+            assert engine.tokens(name) == own_tokens(llm, prompt, max_tokens=12)
 
 
 def test_four_ranks_of_two_kv_heads(tmp_path):
