@@ -181,6 +181,8 @@ class ThreadRanks:
 
     def connect(self) -> None: ...
 
+    def start_watch(self) -> None: ...
+
     def await_ready(self) -> None:
         for _ in self._threads:
             self._started.acquire()

@@ -69,6 +69,12 @@ def test_two_gpus_give_the_tokens_of_one_with_graphs_and_steps_in_flight(overlap
         assert tokens(llm, 0) == found
 
 
+@pytest.mark.multi_gpu(4)
+def test_four_gpus_give_the_tokens_of_one():
+    with make_llm(1) as one, make_llm(4) as four:
+        assert tokens(four, 0) == tokens(one, 0)
+
+
 def test_5000_overlapped_steps_equal_not_overlapped(overlapped, alternating):
     before = overlapped.metrics()["num_steps"]
     seed = 100

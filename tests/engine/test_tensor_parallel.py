@@ -182,7 +182,7 @@ def test_every_rank_has_its_share_of_the_cache(cores):
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
         (
             {"deterministic": True, "tensor_parallel_size": 3},
-            "tensor_parallel_size: expected 1, 2, 4 or 8 with deterministic=True, got 3",
+            "expected 1, 2, 4 or 8 with deterministic=True, got 3",
         ),
     ],
 )

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 
@@ -35,17 +36,29 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr(watch, "TICK_SECONDS", 0.01)
 
 
-def test_a_wait_for_a_rank_that_has_ended_ends():
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_has_ended_ends_the_others(waits):
     ranks = Ranks()
     watching = Watch(ranks)
     ranks.has_ended = True
     time.sleep(0.05)
-    assert ranks.error is None  # nobody waits: the next call finds it
-    with watching.waiting("step 7", 60.0):
+    assert ranks.error is None  # the start tells of it in another way
+    watching.looks_always = not waits
+    with watching.waiting("step 7", 60.0) if waits else nullcontext():
         assert ranks.failed.wait(10)
     watching.stop()
     assert isinstance(ranks.error, PeerError)
-    assert "step 7: a rank has ended" in str(ranks.error)
+    assert str(ranks.error) == f"{'step 7' if waits else 'between steps'}: a rank has ended"
+
+
+def test_ranks_that_are_stopped_have_not_failed():
+    ranks = Ranks()
+    watching = Watch(ranks)
+    watching.looks_always = True
+    watching.stop()
+    ranks.has_ended = True
+    watching._thread.join(10)
+    assert ranks.error is None
 
 
 def test_only_one_wait_that_is_too_long_ends_the_ranks():

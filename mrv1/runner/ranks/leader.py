@@ -100,8 +100,9 @@ class Leader:
     def _on_all_ranks(self, tell: Callable[[], None], own: Callable[[], Result]) -> Result:
         if self._ranks.failure is None:
             try:
-                tell()
-                return own()
+                with self._ranks.waiting("a launch"):
+                    tell()
+                    return own()
             except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
                 self._end(error)
                 if not isinstance(error, Exception):

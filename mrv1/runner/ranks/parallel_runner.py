@@ -84,6 +84,7 @@ class ParallelRunner(ModelRunner):
             with self._ranks.waiting("the start", START_SECONDS):
                 self.allocate_kv_cache(progress=progress)
             self._ranks.await_ready()
+            self._ranks.start_watch()
         except PeerError as error:
             self._end(error)
             raise RuntimeError(f"tensor_parallel_size: {self._ranks.failure}") from error

@@ -97,9 +97,9 @@ class Member:
 
     def failure(self) -> RankFailure | None:
         """Return why the rank has failed; None = it has not said so, and its process lives."""
-        if self._failure is None and self.connection.poll():
+        if self._failure is None:
             try:
-                message = self.connection.recv()
+                message = self.connection.recv() if self.connection.poll() else None
                 if not isinstance(message, Answer):  # of a call that has failed on another rank
                     self._failure = message
             except (EOFError, OSError):  # without a word
@@ -268,6 +268,11 @@ class Ranks:
                 failure = self.failure
             if failure is not None:
                 raise PeerError(f"tensor_parallel_size: {failure}")
+
+    def start_watch(self) -> None:
+        """End all ranks as soon as one has ended, from now on, when all have started."""
+        if self._watch is not None:
+            self._watch.looks_always = True
 
     def any_has_ended(self) -> bool:
         """Return whether a rank's process has ended."""

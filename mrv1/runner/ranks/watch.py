@@ -30,12 +30,15 @@ class _Wait(NamedTuple):
 
 
 class Watch:
-    """Looks after the ranks while rank 0 waits for its GPU, whose kernels wait for the others'.
+    """Ends the ranks once one of them has ended, or rank 0 waits too long for its GPU.
 
-    A wait counts its seconds in looks of the thread: a process that is suspended does not wait.
+    Its kernels wait for those of the others, and so may a launch. A wait counts its seconds in
+    looks of the thread: a process that is suspended does not wait. Between waits the thread looks
+    once ``looks_always`` is set: an error of the start is told by the rank itself.
     """
 
     def __init__(self, ranks: Watched) -> None:
+        self.looks_always = False
         self._wait: _Wait | None = None
         self._stopped = threading.Event()
         target, ranks_of = self._run, weakref.ref(ranks)
@@ -44,7 +47,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, what: str, timeout: float) -> Iterator[None]:
-        """End the ranks if one ends in the body, or it takes more than ``timeout`` seconds."""
+        """End the ranks if the body takes more than ``timeout`` seconds."""
         self._wait = _Wait(what, timeout)
         try:
             yield
@@ -63,9 +66,13 @@ class Watch:
                 return
             looks = looks + 1 if current is last else 0
             last = current
-            if current is None:
+            if current is None and not self.looks_always:
                 continue
+            what = "between steps" if current is None else current.what
             if ranks.any_has_ended():
-                ranks.end(PeerError(f"{current.what}: a rank has ended"))
-            elif looks * TICK_SECONDS > current.timeout:
-                ranks.end(PeerError(f"{current.what}: rank 0 waits for its GPU"))
+                if not self._stopped.is_set():
+                    ranks.end(PeerError(f"{what}: a rank has ended"))
+                return
+            if current is not None and looks * TICK_SECONDS > current.timeout:
+                ranks.end(PeerError(f"{what}: rank 0 waits for its GPU"))
+                return
