@@ -6,7 +6,7 @@ import torch
 
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.activation import SiluAndMulConfig, _silu_and_mul_kernel
-from mrv1.kernels.layers.all_reduce_norm import MOST_REGISTERS, _all_reduce_norm_kernel
+from mrv1.kernels.layers.all_reduce_norm import LIMITED, MOST_REGISTERS, _all_reduce_norm_kernel
 from mrv1.kernels.layers.contracts import RING_ROWS, RING_SLOTS
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.kernels.layers.rope import RopeConfig, _apply_rope_kernel
@@ -66,7 +66,7 @@ def _all_reduce_norm(
     config = RmsNormConfig.default_for(hidden)
     x, partial = pointer(dtype), pointer(torch.float32 if splits > 1 else wire or dtype)
     words = pointer(torch.int16 if (wire or dtype).itemsize == 2 else torch.int32)
-    is_limited = target.backend == "cuda" and size == 2 and words.itemsize == 2
+    is_limited = target.capability in LIMITED and size == 2 and words.itemsize == 2
     counter, fused = pointer(torch.int32), x if is_fused else None
     flags = {"two_shot": two_shot, "splits": splits > 1, "sum_alone": not is_fused}
     details = [f"{size}ranks", *(flag for flag, is_set in flags.items() if is_set)]
@@ -91,7 +91,7 @@ def _all_reduce_norm(
             **({"maxnreg": MOST_REGISTERS} if is_limited else {}),
         },
         num_warps=config.num_warps,
-        parked_bytes=64 if size == 2 else 0,  # their registers are limited
+        parked_bytes=64 if size == 2 else 0,  # before the wait, for what follows it
     )
 
 

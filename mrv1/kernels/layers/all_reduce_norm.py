@@ -34,6 +34,7 @@ from functools import partial as bind
 
 import torch
 
+from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
@@ -52,6 +53,8 @@ POLLS = tl.constexpr(256)
 """Polls between looks at the abort word, which is in host memory: a look takes microseconds."""
 MOST_REGISTERS = 64
 """Of a thread, with which two programs of 16 warps fit a multiprocessor."""
+LIMITED: tuple[tuple[int, int] | None, ...] = ((9, 0),)
+"""Compute capabilities for which the limit is known to pay."""
 ONE_SHOT_BYTES = 512 * 2**10
 """Largest sum of more than two ranks in one shot. Two ranks send as much in one shot as in two."""
 
@@ -332,8 +335,8 @@ def register_options(received: PeerBuffer) -> dict[str, int]:
     starts late. Sums of more ranks, and of float32, have more registers: they would be spilled.
     """
     is_small = received.size == 2 and received.own.itemsize == 2
-    has_limit = is_small and received.own.device.type == "cuda" and torch.version.hip is None
-    return {"maxnreg": MOST_REGISTERS} if has_limit else {}
+    is_limited = is_small and device_info(received.own.device).capability in LIMITED
+    return {"maxnreg": MOST_REGISTERS} if is_limited else {}
 
 
 def algorithm_for(size: int, num_bytes: int) -> AllReduceAlgorithm:
