@@ -32,7 +32,7 @@ from tests.models.vision_families import (
     random_vision_model,
     tiny_vision_config,
 )
-from tests.rank_helpers import HEARD, Evens, counting
+from tests.rank_helpers import HEARD, Evens, Shift, counting
 from tests.thread_ranks import ThreadRanks
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     "per head ids": {"per_head_ids": True},
     "no prefix caching": {"enable_prefix_caching": False},
     "processed logprobs": {"logprobs_mode": "processed_logprobs"},
+    "deterministic": {"deterministic": True},
+    "custom processors": {},
     "vision": {},
 }
 """Options, by name."""
@@ -78,7 +80,7 @@ def params(draw) -> dict[str, Any]:
         "seed": draw(st.integers(0, 9)),
     }
     optional = {
-        "top_k": st.integers(1, 8),
+        "top_k": st.sampled_from([1, 5, 13, 77]),  # 13 and 77 mean something to ``Shift``
         "top_p": st.sampled_from([0.3, 0.9]),
         "min_p": st.sampled_from([0.01, 0.2]),
         "repetition_penalty": st.just(1.3),
@@ -225,7 +227,8 @@ def make_core(path: Path, case: str, size: int) -> EngineCore:
         "max_model_len": MAX_LEN, "dtype": "float64", "device": "cpu", **CASES[case],
     }  # fmt: skip
     config = EngineConfig(model=str(path), tensor_parallel_size=size, **options)
-    return EngineCore(config, progress=False)
+    processors = [Shift()] if case == "custom processors" else []
+    return EngineCore(config, logits_processors=processors, progress=False)
 
 
 @pytest.fixture(scope="module")
