@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import nullcontext
 
 import pytest
 
@@ -44,8 +43,9 @@ def test_a_rank_that_has_ended_ends_the_others(waits):
     time.sleep(0.05)
     assert ranks.error is None  # the start tells of it in another way
     watching.looks_always = not waits
-    with watching.waiting("step 7", 60.0) if waits else nullcontext():
-        assert ranks.failed.wait(10)
+    if waits:
+        watching.begin("step 7", 60.0)
+    assert ranks.failed.wait(10)
     watching.stop()
     assert isinstance(ranks.error, PeerError)
     assert str(ranks.error) == f"{'step 7' if waits else 'between steps'}: a rank has ended"
@@ -65,11 +65,12 @@ def test_only_one_wait_that_is_too_long_ends_the_ranks():
     ranks = Ranks()
     watching = Watch(ranks)
     for step in range(20):
-        with watching.waiting(f"step {step}", 0.5):
-            time.sleep(0.02)
+        watching.begin(f"step {step}", 0.5)
+        time.sleep(0.02)
+        watching.end_wait()
     assert ranks.error is None
-    with watching.waiting("step 20", 0.05):
-        assert ranks.failed.wait(10)
+    watching.begin("step 20", 0.05)
+    assert ranks.failed.wait(10)
     watching.stop()
     assert "step 20: rank 0 waits for its GPU" in str(ranks.error)
 

@@ -260,10 +260,11 @@ class Ranks:
         if self._watch is None:  # on a CPU, collectives fail by themselves
             yield
             return
+        self._watch.begin(what, TIMEOUT_SECONDS if timeout is None else timeout)
         try:
-            with self._watch.waiting(what, TIMEOUT_SECONDS if timeout is None else timeout):
-                yield
+            yield
         finally:
+            self._watch.end_wait()
             with self._lock:  # a failure that is being looked into
                 failure = self.failure
             if failure is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from mrv1.kernels._base.peers import PeerError
@@ -45,14 +44,13 @@ class Watch:
         self._thread = threading.Thread(target=target, args=(ranks_of,), daemon=True)
         self._thread.start()
 
-    @contextmanager
-    def waiting(self, what: str, timeout: float) -> Iterator[None]:
-        """End the ranks if the body takes more than ``timeout`` seconds."""
+    def begin(self, what: str, timeout: float) -> None:
+        """End the ranks unless ``end_wait`` is called within ``timeout`` seconds."""
         self._wait = _Wait(what, timeout)
-        try:
-            yield
-        finally:
-            self._wait = None
+
+    def end_wait(self) -> None:
+        """End the wait of ``begin``."""
+        self._wait = None
 
     def stop(self) -> None:
         """End the thread, which may call this itself."""
