@@ -98,14 +98,15 @@ class Leader:
             self._on_all_ranks(partial(self._ranks.send, "give_up", next_slot), lambda: None)
 
     def _on_all_ranks(self, tell: Callable[[], None], own: Callable[[], Result]) -> Result:
+        cause: BaseException = PeerError("a rank has failed before")
         if self._ranks.failure is None:
             try:
                 with self._ranks.waiting("a launch"):
                     tell()
                     return own()
             except BaseException as error:  # an interrupt, too, leaves the ranks at unlike points
-                self._end(error)
-                if not isinstance(error, Exception):
-                    raise
-                raise PeerError(f"tensor_parallel_size: {self._ranks.failure}") from error
-        raise PeerError(f"tensor_parallel_size: {self._ranks.failure}")
+                cause = error
+        self._end(cause)
+        if not isinstance(cause, Exception):
+            raise cause
+        raise PeerError(f"tensor_parallel_size: {self._ranks.failure}") from cause
