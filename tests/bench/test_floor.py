@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.measure.floor import (
+    active_experts,
     copy_bandwidth,
     rank_config,
     step_kv_bytes,
@@ -104,8 +105,17 @@ def test_windows_bound_the_kv_bytes_that_are_read():
     assert found == 3 * visible * 2 * 2 * 32 * 4
 
 
+def test_a_step_reads_the_experts_of_its_tokens():
+    config = shape_config("qwen3-30b-a3b")
+    assert active_experts(config, 1) == 8
+    assert 110 < active_experts(config, 32) < 113
+    one = 3 * 768 * 2048 * 48  # an expert's weights in all layers
+    alone, together = (step_weight_bytes(config, torch.int8, batch=n) for n in (1, 32))
+    assert together - alone == pytest.approx(one * (active_experts(config, 32) - 8), abs=1)
+
+
 def test_unknown_shape_is_refused():
-    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, tiny-random"
+    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, tiny-random"
     with pytest.raises(ConfigError, match=rf"shape: expected one of {names}, got"):
         shape_config("llama")
 
