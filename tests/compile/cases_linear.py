@@ -22,6 +22,8 @@ from mrv1.testing.aot import AotCase, Target, pointer
 PARKED_BYTES = {"sm_80": 16, "sm_100": 8}
 """Bytes of four and two registers that the compiler parks outside loops: where all weights are
 loaded early, or in the activation."""
+IN_ORDER_PARKED_BYTES = PARKED_BYTES | {"sm_100": 16}
+"""The same where leaves are added in a tree."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -130,7 +132,8 @@ def _vector(target: Target, layer: Layer) -> AotCase:
 
 def _in_order(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
     """Return the deterministic case."""
-    leaves = MOST_LEAVES if "residual" in layer.fused else None
+    is_row_product = "residual" in layer.fused and "gated" not in layer.fused
+    leaves = MOST_LEAVES if is_row_product else None
     if "partial" in layer.fused:
         leaves = MOST_LEAVES * layer.num_in // (4096 if 4096 % layer.num_in == 0 else 14336)
     order, is_gated = SumOrder.of(layer.num_in, leaves), "gated" in layer.fused
@@ -146,7 +149,6 @@ def _in_order(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
         order,
         layer.dtype,
         is_gated=is_gated,
-        is_normed="residual" in layer.fused,
         from_shared_memory=target.capability in PRODUCTS_FROM_SHARED_MEMORY,
     )
     return [_tile(target, layer, num_tokens, tiles, order)]
@@ -199,7 +201,7 @@ def _tile(
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,
-        parked_bytes=PARKED_BYTES.get(target.name, 0),
+        parked_bytes=(IN_ORDER_PARKED_BYTES if order else PARKED_BYTES).get(target.name, 0),
     )
 
 

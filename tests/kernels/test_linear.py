@@ -321,16 +321,14 @@ def test_small_terms_after_a_large_term_count(device, num_tokens, deterministic)
 @pytest.mark.parametrize("num_rows", [1, 1024, 6144, 151_936])
 def test_configurations(num_in, num_rows, leaves):
     order = SumOrder.of(num_in, leaves)
-    for normed in (False, True):
-        for num_tokens in (2, 16, 17, 64, 65, 1000):
-            for dtype in (torch.float32, torch.bfloat16):
-                config = TileConfig.in_order_for(
-                    num_tokens, num_rows, order, dtype,
-                    is_gated=False, is_normed=normed, from_shared_memory=True,
-                )  # fmt: skip
-                assert order.leaves % config.splits == 0
-                if order.is_chained and dtype != torch.float32:
-                    assert config.tile_in == CHAIN_IN
+    for num_tokens in (2, 16, 17, 64, 65, 1000):
+        for dtype in (torch.float32, torch.bfloat16):
+            config = TileConfig.in_order_for(
+                num_tokens, num_rows, order, dtype, is_gated=False, from_shared_memory=True
+            )
+            assert order.leaves % config.splits == 0
+            if order.is_chained and dtype != torch.float32:
+                assert config.tile_in == CHAIN_IN
     vector = VectorConfig.default_for(num_in, torch.bfloat16, has_norm=False)
     assert vector.tile_rows == vector.num_warps
 

@@ -1,7 +1,7 @@
 """One of several processes with a rank's part of a model: ``python -m tests.models.bits_on_gpus``.
 
-Arguments: rank, number of ranks, port of rank 0's store. Exit code 0 if the rank's deterministic
-logits are the bits of the whole model on its GPU.
+Arguments: rank, number of ranks, port of rank 0's store. Exit code 0 if deterministic logits of
+the ranks are the bits of the whole model on one GPU. A configuration is checked by one rank.
 """
 
 from __future__ import annotations
@@ -76,11 +76,13 @@ def main(rank: int, size: int, port: int) -> None:
         store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
         parallel = context_of(rank, size, device)
-    for name, changes in CONFIGS.items():
+    for index, (name, changes) in enumerate(CONFIGS.items()):
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             (path / "config.json").write_text(json.dumps(COMMON | changes))
             got = [logits_of(path, device, parallel, chunk) for chunk in CHUNKS]
+            if index % size != rank:  # all have gathered the same; compiling takes its time
+                continue
             want = logits_of(path, device, None, CHUNKS[0])
         for chunk, of_chunk in zip(CHUNKS, got, strict=True):
             for logits, expected in zip(of_chunk, want, strict=True):

@@ -205,17 +205,24 @@ def _takes_groups(call: LinearCall) -> bool:
 
 
 def _tile_config(call: LinearCall) -> TileConfig:
-    num_rows, is_normed = call.weight.shape[0], call.is_followed
+    num_rows = call.weight.shape[0]
     if INTERPRET:
         part_in = call.num_in if call.order is None else call.order.leaf_in
         return TileConfig.for_interpreter(call.num_tokens, part_in, num_rows)
     fast = device_info(call.x.device).capability in PRODUCTS_FROM_SHARED_MEMORY
-    options = {"is_gated": call.is_gated, "is_normed": is_normed, "from_shared_memory": fast}
+    options = {"is_gated": call.is_gated, "from_shared_memory": fast}
     if call.order is not None:
         return TileConfig.in_order_for(
             call.num_tokens, num_rows, call.order, call.x.dtype, **options
         )
-    return TileConfig.default_for(call.num_tokens, call.num_in, num_rows, call.x.dtype, **options)
+    return TileConfig.default_for(
+        call.num_tokens,
+        call.num_in,
+        num_rows,
+        call.x.dtype,
+        is_normed=call.is_followed,
+        **options,
+    )
 
 
 def _library_can(call: LinearCall) -> bool:

@@ -154,7 +154,6 @@ class TileConfig:
         dtype: torch.dtype,
         *,
         is_gated: bool,
-        is_normed: bool,
         from_shared_memory: bool,
     ) -> TileConfig:
         """Return the configuration of a deterministic call for a GPU.
@@ -192,15 +191,13 @@ class TileConfig:
             )
         if is_large:
             large = {"tile_rows": 128, "num_warps": 8}
-            is_wide = num_tokens > 128 and programs * splits >= 256
-            is_wide &= order.is_chained or order.leaves <= 2 * splits
-            if order.is_chained and not is_wide and not is_gated:
+            if order.is_chained and not is_gated:
                 large = {}
             return cls(
-                tile_tokens=128 if is_wide else 64,
+                tile_tokens=64,
                 tile_in=CHAIN_IN if order.is_chained else min(widest, 64),
                 early_steps=0,
-                num_stages=(2 if is_wide or is_gated else 3) if order.is_chained else 4,
+                num_stages=(2 if is_gated else 3) if order.is_chained else 4,
                 **(common | large),
             )
         is_deep = tile_tokens > 32 and leaf_in >= 1024 and not order.is_chained
