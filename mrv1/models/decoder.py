@@ -181,7 +181,8 @@ class DecoderModel:
         The first pass allocates buffers on all ranks: they are connected by then.
         """
         peers, buffers = self._parallel.peers, self._sum_buffers
-        travels = self.dtype if partial.dim() == 3 else partial.dtype  # the sum of splits does
+        is_rounded = partial.dim() == 3 and not self.deterministic  # the sum of splits travels
+        travels = self.dtype if is_rounded else partial.dtype
         if peers is not None and travels not in buffers:
             buffers[travels] = AllReduceBuffers.allocate(peers, partial.shape[-1], travels)
         return self._ops.all_reduce_norm(partial, buffers[travels], **fused)
@@ -312,9 +313,9 @@ class DecoderModel:
     def _partial(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded.
 
-        Else, for ranks with peers' memory, it may be ``linear``'s splits, which ``_sum`` adds up.
+        For ranks with peers' memory it may be ``linear``'s splits, which ``_sum`` adds up.
         """
-        out, keeps_splits = None, self._parallel.peers is not None and not self.deterministic
+        out, keeps_splits = None, self._parallel.peers is not None
         if self.deterministic:
             wide = torch.promote_types(x.dtype, torch.float32)
             out = x.new_empty((len(x), weight.shape[0]), dtype=wide)

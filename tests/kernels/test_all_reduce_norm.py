@@ -64,13 +64,13 @@ class Call:
 
 
 def partials(call: Call, size: int, hidden: int, wire: torch.dtype, seed: int) -> torch.Tensor:
-    """Return [ranks, tokens, hidden]; of splits their float32 sum, in order, rounded."""
+    """Return [ranks, tokens, hidden]; of splits their float32 sum, a tree of pairs, rounded."""
     if call.splits == 1:
         return normal((size, call.num_tokens, hidden), wire, "cpu", seed)
-    total, *others = splits(call, size, hidden, seed).unbind(1)
-    for each in others:
-        total = total + each
-    return total.to(wire)
+    parts = splits(call, size, hidden, seed).unbind(1)
+    while len(parts) > 1:
+        parts = [even + odd for even, odd in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0].to(wire)
 
 
 def splits(call: Call, size: int, hidden: int, seed: int) -> torch.Tensor:

@@ -423,18 +423,17 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_splits_add_up_to_the_product(device, num_tokens, dtype):
-    """In order, in float32; the product is the one whose norm follows, which has the splits."""
+@pytest.mark.parametrize("leaves", [None, 4, 8])
+def test_kept_splits_add_up_to_the_product(device, num_tokens, dtype, leaves):
+    """In float32, as a tree; the product is the one whose norm follows, which has the splits."""
     x, weight = (normal((size, 512), dtype, device, size) for size in (num_tokens, 96))
     normed, norm_weight = x.new_empty(num_tokens, 96), x.new_ones(96)
-    want = kernels.linear(x, weight, out_norm_weight=norm_weight, normed_out=normed)
-    kept = kernels.linear(x, weight, keep_splits=True)
-    total = kept
-    if kept.dim() == 3:
-        total = kept[0]
-        for split in kept[1:]:
-            total = total + split
-    assert kept.dim() == 3 or num_tokens != 5 or dtype == torch.float32
+    options = {} if leaves is None else {"deterministic": True, "leaves": leaves}
+    with _as_on("sm_90" if device.type == "cpu" and leaves else None):
+        want = kernels.linear(x, weight, out_norm_weight=norm_weight, normed_out=normed, **options)
+        kept = kernels.linear(x, weight, keep_splits=True, **options)
+    total = sum_of_ranks([*kept]) if kept.dim() == 3 else kept
+    assert kept.dim() == 3 or num_tokens != 5 or dtype == torch.float32 or leaves
     assert torch.equal(total.to(dtype), want)
 
 

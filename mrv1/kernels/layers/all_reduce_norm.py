@@ -46,6 +46,7 @@ from mrv1.kernels.layers.contracts import (
     AllReduceAlgorithm,
     AllReduceBuffers,
 )
+from mrv1.kernels.layers.linear_splits import sum_of_splits
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
@@ -185,11 +186,7 @@ def _all_reduce_norm_kernel(
         at_turn = turn * stride_slot + in_ring
         owner = tile % SIZE
         partial_ptrs = partial_ptr + row * stride_partial_token + col
-        partial = tl.load(partial_ptrs, mask=in_tile, other=0.0)
-        for _ in tl.static_range(1, SPLITS):
-            partial_ptrs += stride_partial_split
-            partial += tl.load(partial_ptrs, mask=in_tile, other=0.0)
-        partial = partial.to(PARTIAL)
+        partial = sum_of_splits(partial_ptrs, in_tile, stride_partial_split, SPLITS).to(PARTIAL)
         words = _encoded(partial, WORD)
         _send(
             *(received_ptrs, RANK * stride_source + at_turn, words, in_tile),

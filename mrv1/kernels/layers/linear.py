@@ -102,7 +102,8 @@ def linear(
             one rank with 8. None = a number that follows from the number of inputs.
         keep_splits: whether the caller adds up the sums of splits, as ``all_reduce_norm`` does: a
             product that splits its inputs then returns float32 ``[splits, tokens, out]``, and
-            leaves ``out`` unwritten. Alone: of the arguments above only with ``prefetch``.
+            leaves ``out`` unwritten. Not with what changes or follows the product; splits of
+            leaves are added as leaves are.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -119,8 +120,8 @@ def linear(
     check_leaves(leaves, deterministic=deterministic)
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
-    added = (bias, norm_weight, residual, activation, out, normed_out)
-    if keep_splits and (deterministic or any(each is not None for each in added)):
+    added = (bias, norm_weight, residual, activation, normed_out)
+    if keep_splits and any(each is not None for each in added):
         raise ValueError("keep_splits: expected False with arguments that change the product")
     if out is None:
         out = x.new_empty((x.shape[0], num_out))

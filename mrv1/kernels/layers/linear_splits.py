@@ -15,14 +15,14 @@ TILE_OUT = 512
 
 
 @triton.jit
-def _sum_of_splits(ptr, mask, stride, COUNT: tl.constexpr):
+def sum_of_splits(ptr, mask, stride, COUNT: tl.constexpr):
     """Return the sum of COUNT splits, ``stride`` apart: of the halves, each summed alike."""
     HALF: tl.constexpr = triton.next_power_of_2(COUNT) // 2
     if COUNT == 1:
         y = tl.load(ptr, mask=mask, other=0.0)
     else:
-        y = _sum_of_splits(ptr, mask, stride, HALF)
-        y += _sum_of_splits(ptr + HALF * stride, mask, stride, COUNT - HALF)
+        y = sum_of_splits(ptr, mask, stride, HALF)
+        y += sum_of_splits(ptr + HALF * stride, mask, stride, COUNT - HALF)
     return y
 
 
@@ -56,7 +56,7 @@ def _add_splits_kernel(
         norm_weight = tl.load(norm_weight_ptr + col, mask=inside, other=0.0)
     wait_for_previous(OVERLAP)
     split_stride = num_tokens.to(tl.int64) * num_out
-    y = _sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
+    y = sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
     if bias_ptr is not None:
         y += bias.to(tl.float32)
     if residual_ptr is not None:

@@ -195,9 +195,7 @@ def all_reduce_norm(
     dtype = next((x.dtype for x in (out, residual) if x is not None), partial.dtype)
     buffers.check_partial(partial, dtype)
     if partial.dim() == 3:
-        splits, partial = partial, partial[0]
-        for split in splits[1:]:
-            partial = partial + split
+        partial = _sum_of_pairs(partial)
         partial = partial.to(dtype if buffers.received.own.itemsize == 2 else partial.dtype)
     parts = [_exchanged(rows, buffers) for rows in partial.split(RING_ROWS)]
     total = _sum_of_pairs(wide(torch.cat(parts, dim=1)))
