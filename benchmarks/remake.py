@@ -139,8 +139,8 @@ RECIPES: dict[str, Recipe] = {
         400, "vllm",
     ),
     # several GPUs
-    **{f"ranks-8b-{gpus}": ranks("llama3-8b", TOGETHER, gpus, 140) for gpus in (2, 4)},
-    **{f"ranks-70b-{gpus}": ranks("llama3-70b", BY_TURNS, gpus, 260) for gpus in (2, 4)},
+    **{f"ranks-8b-{gpus}": ranks("llama3-8b", TOGETHER, gpus, 220) for gpus in (2, 4)},
+    **{f"ranks-70b-{gpus}": ranks("llama3-70b", BY_TURNS, gpus, 300) for gpus in (2, 4)},
     # kernels
     "attention-decode": bench("attention", "--repeats 15", 90),
     "attention-decode-fp8": bench("attention", "--kv-dtype fp8_e4m3 --repeats 20", 100),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.engines.driver import INTERRUPTED
 from benchmarks.engines.serving import arrivals
 from benchmarks.report.columns import COLUMNS, Column, column, markdown
 from benchmarks.report.files import OURS, ResultFile, versions, with_conditions
@@ -40,7 +41,8 @@ def modes_table(file: ResultFile) -> str:
         "first tokens in runs of one token each" if file.key == ("vllm", 1) else "",
         versions(result),
         *(f"{name} failed: {mode['error']}" for name, mode in result["modes"].items()
-          if mode["error"]),
+          if mode["error"] not in (None, INTERRUPTED)),
+        "ended before all cells were measured" if result.get("interrupted") else "",
     )  # fmt: skip
 
 
