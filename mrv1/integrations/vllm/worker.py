@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
     EMPTY_MODEL_RUNNER_OUTPUT,
@@ -201,7 +202,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
             self._runner.set_kv_listener(self._transfer.on_layer_written)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Return the seconds of ``initialize_from_config``, which has done it."""
+        """Return the seconds of ``initialize_from_config``, which has done it.
+
+        From here on Python looks for no garbage among what the start has made, vLLM's modules
+        above all: all ranks would wait for it, as long as for many steps.
+        """
+        freeze_gc_heap()
         return CompilationTimes(language_model=self._warm_up_seconds, encoder=0.0)
 
     # --- steps ---------------------------------------------------------------------------------

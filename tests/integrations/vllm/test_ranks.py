@@ -97,6 +97,15 @@ def test_each_rank_has_its_part_of_weights_and_cache(engine):
         assert shape == (13, 2, 16, 64)  # two of four KV heads
 
 
+def test_garbage_collections_leave_the_objects_of_the_start_alone(engine):
+    # A full collection among them takes longer than hundreds of steps.
+    for frozen, tracked in engine.on_ranks(
+        lambda _: (gc.get_freeze_count(), len(gc.get_objects()))
+    ):
+        assert frozen > 100_000
+        assert tracked < frozen // 10
+
+
 def test_random_arrivals_preemption_and_prefix_hits(engine, llm):
     rng = random.Random(3)
     shared = [rng.randrange(200) for _ in range(40)]
