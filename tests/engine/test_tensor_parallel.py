@@ -23,7 +23,7 @@ from hypothesis import given, settings
 
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError, device
 from mrv1.engine.core import EngineCore
-from mrv1.runner.ranks import parallel_runner, processes
+from mrv1.runner.ranks import links, parallel_runner, processes
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
@@ -190,6 +190,13 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
     given_options = {"device": "cpu", "tensor_parallel_size": 2} | options
     with pytest.raises(ConfigError, match=message):
         LLM(str(checkpoint), **given_options)
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused(checkpoint, monkeypatch):
+    gpus = [torch.device("cuda", rank) for rank in range(2)]
+    monkeypatch.setattr(links, "reach_each_other", lambda devices: False)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 2 GPUs .*peer access"):
+        links.Links(0, gpus, None, meet=print, timeout=1.0)
 
 
 def test_ranks_need_a_gpu_each(checkpoint, monkeypatch):
@@ -373,6 +380,29 @@ def test_a_rank_that_is_killed_or_stopped_at_any_time_ends_the_engine(
     assert not is_alive(pids[0])
     del caught
     assert len(open_files()) == before
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_the_watch_that_gpus_need_ends_an_engine(checkpoint, monkeypatch, number):
+    """An idle engine whose rank has died knows it at once; one that is stopped, when it waits."""
+    monkeypatch.setattr(processes, "needs_watch", lambda device: True)
+    with make_llm(checkpoint) as llm:
+        generated(llm)
+        monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 1.0)  # not gloo's, of the start
+        runner, (pid,) = llm.engine.runner, pids_of(llm)
+        os.kill(pid, number)
+        deadline = time.monotonic() + 30
+        while number == signal.SIGKILL and runner._ranks.failure is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY)
+        assert time.monotonic() < deadline
+        assert "tensor_parallel_size: rank 1: " in str(output.error)
+        assert ("SIGKILL" in str(output.error)) == (number == signal.SIGKILL)
+        assert output.error.device_lost
+    assert not is_alive(pid)
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -107,6 +108,8 @@ def serve(connection: Connection, start: RankStart) -> None:
     )
     links.connect()
     runner.allocate_kv_cache(progress=False)
+    gc.collect()
+    gc.freeze()  # a later collection would look at every module, while all ranks wait
     connection.send(None)
     control, follower = RankControl(runner), Follower(runner)
     spin_seconds = 0.0 if device.type == "cpu" else SPIN_SECONDS

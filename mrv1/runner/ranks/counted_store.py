@@ -13,11 +13,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 class CountedStore(Store):
-    """``store``, with keys "name/number/rank" numbered from the first number of each name on."""
+    """``store``, with keys "name/number/rank" numbered from the first number of each name on.
 
-    def __init__(self, store: Store) -> None:
+    ``wait`` fails after ``timeout``, unless it is given another.
+    """
+
+    def __init__(self, store: Store, timeout: timedelta) -> None:
         super().__init__()
-        self._store = store
+        self._store, self._timeout = store, timeout
         self._firsts: dict[str, int] = {}
 
     def _key(self, key: str) -> str:
@@ -37,5 +40,4 @@ class CountedStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value."""
-        own = [self._key(key) for key in keys]
-        self._store.wait(own) if timeout is None else self._store.wait(own, timeout)
+        self._store.wait([self._key(key) for key in keys], timeout or self._timeout)

@@ -159,7 +159,7 @@ class Nccl:
             self.all_reduce(torch.zeros(1, device=self._device))  # makes the communicator
             torch.cuda.synchronize(self._device)
         # A group that symmetric memory finds by its name, and that no default group knows of.
-        counted = CountedStore(store)
+        counted = CountedStore(store, self._timeout)
         group = ProcessGroup(counted, self._rank, self._size)
         group._register_backend(self._device, ProcessGroup.BackendType.NCCL, nccl)
         name = f"mrv1-{store.port}"

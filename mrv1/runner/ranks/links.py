@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mrv1.device import reach_each_other
+from mrv1.errors import ConfigError
 from mrv1.forks import keep_for_ever
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
@@ -45,6 +46,9 @@ class Links:
         store: by which the ranks find each other.
         meet: called before each call that all ranks have to make; raises if one has failed.
         timeout: seconds within which the other ranks have to answer.
+
+    Raises:
+        ConfigError: some GPU cannot reach the memory of another.
     """
 
     def __init__(
@@ -61,13 +65,18 @@ class Links:
         self._meet = meet
         self.group: Group
         self.memory: SymmetricMemory | None = None
-        """None = ranks reach no memory of each other, and have the collectives alone."""
+        """None = the ranks are on a CPU, and have the collectives alone."""
         if device.type == "cpu":
             self.group = Gloo(rank, size, timeout)
         else:
+            if not reach_each_other(devices):
+                raise ConfigError(
+                    f"tensor_parallel_size: expected {size} GPUs that can read and write each "
+                    "other's memory (peer access), got some that cannot; choose others with "
+                    "CUDA_VISIBLE_DEVICES"
+                )
             self.group = nccl = Nccl(rank, size, timeout, device)
-            if reach_each_other(devices):
-                self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
+            self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
         self.context = ParallelContext(
             rank=rank,
             size=size,
@@ -86,10 +95,7 @@ class Links:
 
     def describe(self) -> str:
         """Return by what the ranks reach each other."""
-        if self.memory is not None:
-            return f"peers' memory and {self.group.name}"
-        without = "" if isinstance(self.group, Gloo) else " alone, without access to peers' memory"
-        return f"{self.group.name}{without}"
+        return self.group.name if self.memory is None else f"peers' memory and {self.group.name}"
 
     def abort(self) -> None:
         """End the kernels of this rank that wait for another one."""

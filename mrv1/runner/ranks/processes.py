@@ -182,7 +182,7 @@ class Ranks:
         self.failure: str | None = None
         """Why no rank runs any more; None = all run."""
         self._lock = threading.Lock()
-        self._watch = None if devices[0].type == "cpu" else Watch(self)
+        self._watch = Watch(self) if needs_watch(devices[0]) else None
         self._members: list[Member] = []
         self._finalizer = weakref.finalize(self, _stop, self._members, 0.0)
         tell_of_forks(self)
@@ -257,7 +257,7 @@ class Ranks:
 
         ``timeout`` is in seconds, None = ``TIMEOUT_SECONDS``.
         """
-        if self._watch is None:  # on a CPU, collectives fail by themselves
+        if self._watch is None:
             yield
             return
         self._watch.begin(what, TIMEOUT_SECONDS if timeout is None else timeout)
@@ -332,6 +332,14 @@ class Ranks:
         self.stop()
         self.links.close()
         self.memory.close()
+
+
+def needs_watch(device: torch.device) -> bool:
+    """Return whether rank 0 may wait on a device for a rank that has failed.
+
+    Not on a CPU, where its collectives fail by themselves.
+    """
+    return device.type != "cpu"
 
 
 def limit_sends(connection: Connection) -> None:
