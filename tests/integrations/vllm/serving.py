@@ -23,6 +23,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -98,6 +99,9 @@ class Engine:
         """
         is_alone = config.parallel_config.world_size == 1
         executor = UniProcExecutor if is_alone else MultiprocExecutor
+        if not is_alone:  # its forks would inherit the group of one that an engine has left here
+            destroy_model_parallel()
+            destroy_distributed_environment()
         self.engine = LLMEngine(config, executor, log_stats=False)
         self.core = self.engine.engine_core.engine_core
         if is_alone:
