@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from mrv1.device import reach_each_other
+from mrv1.errors import ConfigError
 from mrv1.kernels._base.peers import PeerMemory
 from mrv1.models import ParallelContext
 from mrv1.runner import AsyncOutput
@@ -30,7 +31,10 @@ logger = init_logger("vllm.mrv1.ranks")  # below "vllm": vLLM configures no othe
 
 
 def parallel_context(device: torch.device) -> ParallelContext:
-    """Return this process's rank in vLLM's tensor-parallel group, and the group's collectives."""
+    """Return this process's rank in vLLM's tensor-parallel group, and the group's collectives.
+
+    ConfigError: GPUs do not reach each other's memory.
+    """
     group = get_tp_group()
     if group.world_size == 1:
         return ParallelContext()
@@ -53,16 +57,16 @@ def parallel_context(device: torch.device) -> ParallelContext:
 
 
 def _peers(group: GroupCoordinator, device: torch.device) -> PeerMemory | None:
-    """Return the memory that the group's GPUs share; None = on a CPU, or they reach no peers."""
+    """Return the memory that the group's GPUs share, None on a CPU; ConfigError: they cannot."""
     if device.type == "cpu":
         return None
     visible = current_platform.logical_device_id_to_visible_device_id
     if not reach_each_other([torch.device("cuda", visible(rank)) for rank in group.ranks]):
-        logger.warning(
-            "rank %d of %d: without access to peers' memory, sums over ranks are vLLM's",
-            group.rank_in_group, group.world_size,
-        )  # fmt: skip
-        return None
+        raise ConfigError(
+            f"tensor_parallel_size: expected {group.world_size} GPUs that can read and write each "
+            "other's memory (peer access), got some that cannot; choose others with "
+            "CUDA_VISIBLE_DEVICES"
+        )
     store = torch.distributed.distributed_c10d._get_process_group_store(group.device_group)
     _SymmetricMemory.set_group_info(
         group.device_group.group_name,

@@ -88,7 +88,8 @@ class Worker(WorkerBase):  # type: ignore[misc]
     def init_device(self) -> None:
         """Choose the device, and set up vLLM's process groups, which its executors use.
 
-        ConfigError: no such device, or less free memory than ``gpu_memory_utilization``.
+        ConfigError: no such device, GPUs of ranks that do not reach each other's memory, or less
+        free memory than ``gpu_memory_utilization``.
         """
         from vllm.distributed import (
             ensure_model_parallel_initialized,

@@ -206,14 +206,11 @@ def test_a_step_that_fails_after_its_launch_ends_the_process(monkeypatch):
     watch.close()
 
 
-def test_gpus_that_reach_no_peers_sum_with_vllms_collectives(monkeypatch):
-    warnings: list[str] = []
-    monkeypatch.setattr(ranks.logger, "warning", lambda text, *args: warnings.append(text % args))
+def test_gpus_that_reach_no_peers_are_refused(monkeypatch):
     group = SimpleNamespace(ranks=[0, 1], rank_in_group=1, world_size=2)
     monkeypatch.setattr(ranks, "reach_each_other", lambda devices: len(devices) != 2)
-    assert ranks._peers(group, torch.device("cuda", 1)) is None
-    (warning,) = warnings
-    assert warning.startswith("rank 1 of 2: without access to peers' memory")
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: expected 2 GPUs that can read"):
+        ranks._peers(group, torch.device("cuda", 1))
     assert ranks._peers(group, torch.device("cpu")) is None
 
 
