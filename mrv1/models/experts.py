@@ -85,13 +85,19 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"{family.intermediate_size}: expected >= 1, got {width!r}")
     try:
+        layers = tuple(family.has_experts(text, i) for i in range(text.num_hidden_layers))
+    except (TypeError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"layers with experts: expected settings that name them, got {error}"
+        ) from error
+    try:
         routing = Routing(**fields | given | {"scores": scores})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{_setting(str(error), names)}") from error
     return ExpertsConfig(
         routing=routing,
         intermediate_size=width,
-        layers=tuple(family.has_experts(text, i) for i in range(text.num_hidden_layers)),
+        layers=layers,
     )
 
 

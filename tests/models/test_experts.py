@@ -140,6 +140,8 @@ def test_what_ernie_says_of_its_experts():
         ("mixtral", {"routed_scaling_factor": 2.5}, "routed_scaling_factor: expected None or 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected None"),
         ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size: expected >= 1"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "layers with experts: .* got integer modulo"),
+        ("ernie4_5_moe", {"moe_layer_interval": 0}, "layers with experts: .* got integer modulo"),
     ],
 )
 def test_settings_that_cannot_run_are_named(family, settings, message):
