@@ -50,6 +50,9 @@ class Architecture:
     """Time in a video's positions; None = a model of text alone."""
     experts: ExpertFamily | None = None
     """The experts of its layers; None = each layer has one MLP."""
+    drafter: str | None = None
+    """How names of tensors begin that only predict further tokens, which are not loaded; ``{}`` is
+    the number of layers. None = checkpoints have none."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -101,6 +104,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             bias="moe_statics.e_score_correction_bias",
             bias_dims=2,
         ),
+        drafter="model.mtp_",
     ),
     "Qwen3MoeForCausalLM": Architecture(
         model_type="qwen3_moe",
@@ -173,6 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             has_experts=after_dense,
             bias="gate.e_score_correction_bias",
         ),
+        drafter="model.layers.{}.",
     ),
     "Qwen2VLForConditionalGeneration": Architecture(
         model_type="qwen2_vl",

@@ -99,6 +99,11 @@ class ModelConfig:
             return None
         return ExpertNames(self.experts, family)
 
+    def is_of_drafter(self, name: str) -> bool:
+        """Whether a checkpoint's tensor only predicts further tokens: it is not loaded."""
+        drafter = ARCHITECTURES[self.architecture].drafter
+        return drafter is not None and name.startswith(drafter.format(self.num_layers))
+
     @property
     def feature_size(self) -> int:
         """Columns of a row of features: the embedding, and what is added after first layers."""

@@ -135,6 +135,7 @@ def load_weights(
     scan = checkpoint.scan(has_vision=config.vision is not None)
     if config.tie_word_embeddings:
         _rename_tied_head(scan)
+    _leave_out_drafter(scan, config)
     if config.expert_names is not None:
         _split_experts(scan, config.expert_names, config.hidden_size)
     wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
@@ -174,6 +175,13 @@ def _rename_tied_head(scan: Scan) -> None:
         scan.named = (scan.named - {HEAD}) | {EMBED}
         if HEAD in scan.tensors:
             scan.tensors[EMBED] = scan.tensors.pop(HEAD)
+
+
+def _leave_out_drafter(scan: Scan, config: ModelConfig) -> None:
+    """Forget tensors that only predict further tokens."""
+    if scan.named is not None:
+        scan.named = {name for name in scan.named if not config.is_of_drafter(name)}
+        scan.tensors = {n: t for n, t in scan.tensors.items() if not config.is_of_drafter(n)}
 
 
 def _split_experts(scan: Scan, names: ExpertNames, hidden_size: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.config import ModelConfig
 from mrv1.models.experts import ExpertNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.loading import NON_WEIGHT_SUFFIXES
@@ -21,22 +22,22 @@ def checked_update(
     targets: Mapping[str, torch.Tensor],
     named_tensors: NamedTensors,
     *,
+    config: ModelConfig,
     partial: bool,
-    has_vision: bool = False,
-    expert_names: ExpertNames | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the new tensors by name, without those that are no weights; nothing is written.
 
-    ``targets`` are a model's ``checkpoint_tensors``; with ``partial``, some may be missing. A tied
-    head is the embedding: given without it, it takes its place. ``expert_names`` are a
-    checkpoint's names for tensors of a transformers model in memory.
+    ``targets`` are the ``checkpoint_tensors`` of the whole model, whose configuration is
+    ``config``; with ``partial``, some may be missing. A tied head is the embedding: given without
+    it, it takes its place. Experts may have their names in a transformers model in memory.
 
     Raises:
         ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
     """
-    given = _by_name(named_tensors, has_vision)
-    if expert_names is not None:
-        given = _single_experts(given, expert_names)
+    given = _by_name(named_tensors, has_vision=config.vision is not None)
+    given = {name: tensor for name, tensor in given.items() if not config.is_of_drafter(name)}
+    if config.expert_names is not None:
+        given = _single_experts(given, config.expert_names, config.hidden_size)
     tied = given.pop(HEAD, None) if HEAD not in targets else None
     if tied is not None and EMBED not in given:  # under one of the two names, as in a checkpoint
         given[EMBED] = tied
@@ -54,7 +55,7 @@ def checked_update(
     return tensors
 
 
-def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]:
+def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tensor]:
     if not isinstance(named_tensors, Iterable):
         raise ConfigError(
             "named_tensors: expected a dict or an iterable of (name, tensor) pairs, got "
@@ -83,20 +84,22 @@ def _by_name(named_tensors: object, has_vision: bool) -> dict[str, torch.Tensor]
 
 
 def _single_experts(
-    given: Mapping[str, torch.Tensor], names: ExpertNames
+    given: Mapping[str, torch.Tensor], names: ExpertNames, hidden_size: int
 ) -> dict[str, torch.Tensor]:
     """Return tensors under a checkpoint's names, one for each expert: views of fused ones."""
     tensors: dict[str, torch.Tensor] = {}
     for stored_name, tensor in given.items():
         pieces = names.pieces(stored_name)
-        if pieces is None or tensor.dim() != 3:
+        if pieces is None:
             each = {names.stored(stored_name): tensor}
         else:
-            num_given, num_experts = len(tensor), len({index[0] for index in pieces.values()})
-            if num_given != num_experts:
+            expected = names.fused_shape(stored_name, hidden_size)
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if not is_tensor or tensor.shape != expected:
+                got = list(tensor.shape) if is_tensor else type(tensor).__name__
                 raise ConfigError(
-                    f"named_tensors: {stored_name}: expected {num_experts} experts, "
-                    f"got {num_given}"
+                    f"named_tensors: {stored_name}: expected a tensor of shape {list(expected)}, "
+                    f"got {got}"
                 )
             each = {name: tensor[index] for name, index in pieces.items()}
         for name in each:

@@ -101,6 +101,7 @@ class SleepMode:
     ) -> None:
         """Take a rank's step, and the configuration of the whole model."""
         self._step, model, self._parallel = step, step.model, parallel
+        self._config = model_config
         self._targets = checkpoint_tensors(model.config, model.weights)
         self._whole = checkpoint_tensors(
             model_config, empty_weights(model_config, "meta", model.dtype)
@@ -238,9 +239,8 @@ class SleepMode:
         return checked_update(
             self._whole,
             named_tensors,
+            config=self._config,
             partial=partial,
-            has_vision=self._step.model.config.vision is not None,
-            expert_names=self._step.model.config.expert_names,
         )
 
     def begin_update(self, names: Iterable[str]) -> None:

@@ -232,10 +232,56 @@ def test_tensors_that_do_not_match_are_named(tmp_path, change, messages):
         assert message in str(error.value)
 
 
-def test_new_weights_under_the_names_of_a_model_in_memory(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("ernie4_5_moe", "model.mtp_block.0.mlp.down_proj.weight"),
+        ("ernie4_5_moe", "model.mtp_linear_proj.0.weight"),
+        ("glm4_moe", "model.layers.2.eh_proj.weight"),
+        ("glm4_moe", "model.layers.2.mlp.experts.0.up_proj.weight"),
+    ],
+)
+def test_a_layer_that_predicts_further_tokens_is_not_loaded(tmp_path, family, name):
+    """Published checkpoints have one; transformers leaves it out, too."""
+    save_checkpoint(tmp_path, tiny_config(family))
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    save_file(state | {name: torch.zeros(3, 5)}, file, metadata={"format": "pt"})
+    assert weights_of(tmp_path).keys() == state.keys()
+    with LLM(tmp_path, device="cpu", num_kv_blocks=8, block_size=16) as llm:
+        llm.update_weights(state | {name: torch.zeros(3, 5)})
+
+
+def test_other_families_have_no_such_layer(tmp_path):
+    save_checkpoint(tmp_path, tiny_config("qwen3_moe"))
+    file, name = tmp_path / "model.safetensors", "model.layers.2.mlp.down_proj.weight"
+    state = load_file(file)
+    save_file(state | {name: torch.zeros(3, 5)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=f"{name}: surplus"):
+        weights_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "got"), [(torch.zeros(4, 200, 64), r"\[4, 200, 64\]"), ([1.0], "list")]
+)
+def test_new_fused_weights_have_the_shape_of_all_experts(tmp_path, values, got):
+    """Slices of a tensor that is too large would have the right shapes."""
+    save_checkpoint(tmp_path, tiny_config("mixtral"))
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    message = rf"{name}: expected a tensor of shape \[4, 192, 64\], got {got}"
+    with LLM(tmp_path, device="cpu", num_kv_blocks=8, block_size=16) as llm:  # noqa: SIM117
+        with pytest.raises(ConfigError, match=message):
+            llm.update_weights({name: values}, partial=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_new_weights_under_the_names_of_a_model_in_memory(tmp_path, size):
     save_checkpoint(tmp_path, tiny_config("mixtral"))
     new = random_model(tiny_config("mixtral"), seed=5)
-    with LLM(tmp_path, dtype="float64", device="cpu", num_kv_blocks=64, block_size=16) as llm:
+    with LLM(
+        str(tmp_path), dtype="float64", device="cpu", num_kv_blocks=64, block_size=16,
+        tensor_parallel_size=size,
+    ) as llm:  # fmt: skip
         llm.update_weights(new.state_dict())
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
         (output,) = llm.generate({"prompt_token_ids": PROMPT}, params)
