@@ -157,7 +157,8 @@ def warm_up(step: DeviceStep) -> None:
     ]
     # Which kernels a rank needs depends on its heads, but all ranks make the same steps.
     parallel = step.model.parallel
-    for lengths in (*steps, *parallel.union(_every_prefill(step))):
+    prompts = [*_every_prefill(step), *_every_expert_product(step)]
+    for lengths in (*steps, *parallel.union(prompts)):
         query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
         _launch_padding(step, StepShape.of(query_lens), query_lens)
@@ -190,6 +191,30 @@ def _every_prefill(step: DeviceStep) -> list[list[int]]:
         max_reqs=step.config.max_num_seqs,
         max_tokens=step.config.max_num_batched_tokens,
     )
+
+
+def _every_expert_product(step: DeviceStep) -> list[list[int]]:
+    """Return prompt lengths, a list a step, that need every kernel of the experts' products."""
+    from mrv1.kernels.experts.expert_linear import choose_kernel  # needs triton, as warm_up does
+
+    model = step.model
+    experts = next((layer.experts for layer in model.weights.layers if layer.experts), None)
+    if experts is None or model.config.experts is None:
+        return []
+    num_chosen = model.config.experts.routing.num_chosen
+    weights = ((experts.gate_up.movedim(1, 0), True), (experts.down.movedim(1, 0), False))
+
+    def choice(num_tokens: int) -> object:
+        options = {"deterministic": model.deterministic}
+        return [
+            choose_kernel(num_tokens * num_chosen, weight, is_gated=is_gated, **options)
+            for weight, is_gated in weights
+        ]
+
+    budget = step.config.max_num_batched_tokens
+    most = max(min(step.max_model_len, budget - 1), 1)
+    counts = [divmod(count, most) for count in least_of_each(choice, 1, budget)]
+    return [[rest] * (rest > 0) + [most] * full for full, rest in counts]
 
 
 def _every_masked_prefill(step: DeviceStep) -> list[int]:

@@ -29,6 +29,7 @@ from mrv1.runner.compile_ahead import (
 )
 from mrv1.runner.stand_in_device import stand_in_device
 from tests.forks import Forks
+from tests.models.families import tiny_config
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="not run: TRITON_INTERPRET=1 is set")
 
@@ -102,6 +103,36 @@ def test_a_rank_compiles_the_kernels_of_its_part(forks: Forks, tmp_path: Path):
     assert run.returncode == 0, run.stderr
     num_kernels, _, num_all = map(int, run.stdout.split())
     assert 20 < num_kernels < num_all
+
+
+RECORD_STEPS = """
+import pickle, sys
+from pathlib import Path
+import torch
+from mrv1.runner.compile_child import recording
+from mrv1.runner.profile import _empty_batch
+kernels = pickle.loads(Path(sys.argv[1]).read_bytes())
+with recording(kernels) as (recorder, runner), torch.inference_mode():
+    for num_tokens in range(1, kernels.config.max_num_batched_tokens + 1):
+        before = len(recorder.kernels)
+        batch = _empty_batch(runner._step, [num_tokens])
+        runner._step.model.forward(batch, runner._step.kv_cache.layers)
+        new = {kernel.name for kernel in recorder.kernels[before:]}
+        print(num_tokens, *sorted(new & {"_few_pairs_kernel", "_sorted_pairs_kernel"}))
+"""
+
+
+def test_a_start_meets_every_kernel_of_experts(forks: Forks, tmp_path: Path):
+    """Steps of 5 tokens, say, have a kernel that no other steps of the warm-up have."""
+    tiny_config(
+        "qwen3_moe", num_experts=16, num_experts_per_tok=4, architectures=["Qwen3MoeForCausalLM"]
+    ).save_pretrained(tmp_path)
+    options = {"cuda_graphs": False, "max_num_batched_tokens": 300, "max_model_len": 400}
+    pickled = tmp_path / "set"
+    pickled.write_bytes(pickle.dumps(kernel_set(model=str(tmp_path), **options)))
+    run = forks.run(RECORD_STEPS, str(pickled), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [str(num_tokens) for num_tokens in range(1, 301)]
 
 
 def test_a_key_does_not_depend_on_the_kernels_before_it():

@@ -282,6 +282,33 @@ def _sorted_pairs_kernel(
     )  # fmt: skip
 
 
+def choose_kernel(
+    num_pairs: int, weight: torch.Tensor, *, is_gated: bool, deterministic: bool
+) -> tuple[ExpertConfig, bool, int]:
+    """Return the configuration of a product, and BY_PAIR and LANES of few pairs.
+
+    With more pairs, no choice comes back once left.
+    """
+    num_experts, num_out, num_in = weight.shape[0], *weight.shape[-2:]
+    if INTERPRET:
+        config = ExpertConfig.for_interpreter(
+            num_pairs, num_in, num_out, is_gated=is_gated, deterministic=deterministic
+        )
+    else:
+        config = ExpertConfig.default_for(
+            num_pairs,
+            num_experts,
+            num_in,
+            weight.dtype,
+            is_gated=is_gated,
+            deterministic=deterministic,
+            has_room=device_info(weight.device).capability in LARGE_SHARED_MEMORY,
+        )
+    if config.is_sorted:
+        return config, False, 0
+    return config, num_pairs < num_experts, max(16, next_power_of_2(num_pairs))
+
+
 def expert_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -325,20 +352,9 @@ def expert_linear(
     if num_pairs == 0:
         return out
     num_experts, num_in = weight.shape[0], weight.shape[-1]
-    if INTERPRET:
-        config = ExpertConfig.for_interpreter(
-            num_pairs, num_in, num_out, is_gated=is_gated, deterministic=deterministic
-        )
-    else:
-        config = ExpertConfig.default_for(
-            num_pairs,
-            num_experts,
-            num_in,
-            x.dtype,
-            is_gated=is_gated,
-            deterministic=deterministic,
-            has_room=device_info(x.device).capability in LARGE_SHARED_MEMORY,
-        )
+    config, by_pair, lanes = choose_kernel(
+        num_pairs, weight, is_gated=is_gated, deterministic=deterministic
+    )
     row_tiles = cdiv(num_out, config.tile_rows // (2 if is_gated else 1))
     common = {
         "PAIRS_PER_ROW": num_pairs // x.shape[0],
@@ -357,11 +373,10 @@ def expert_linear(
         *(weight, weight.stride(0), stride_half, weight.stride(-2)),
     )
     if not config.is_sorted:
-        by_pair = num_pairs < num_experts
         _few_pairs_kernel[(num_pairs if by_pair else num_experts, row_tiles)](
             *(*given, topk_ids, num_pairs, num_out),
             BY_PAIR=by_pair,
-            LANES=max(16, next_power_of_2(num_pairs)),
+            LANES=lanes,
             **common,
         )
         return out
