@@ -47,10 +47,7 @@ _LAYER = re.compile(r"model\.layers\.\d+")
 _FUSED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "scoring_func": (None, "softmax"),
-    "moe_gate_act": (None, "softmax"),
     "moe_gate": (None, "topk", "top2_fused"),
-    "topk_method": (None, "greedy"),
     "n_group": (None, 0, 1),
     "topk_group": (None, 0, 1),
     "routed_scaling_factor": (None, 1),
@@ -61,7 +58,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "clip_qkv": (None,),
 }
 """Settings of routing that change what a model computes, and their values that change nothing; of
-a family that has no such setting, other values are refused."""
+a family that has no such setting, other values are refused. The family decides on more of them."""
 
 
 def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: ANN401
@@ -69,10 +66,15 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
     fields = dict(family.routing)
     names = {field: value for field, value in fields.items() if isinstance(value, str)}
     scores = names.pop("scores", "softmax")
+    method = "greedy" if family.bias is None else "noaux_tc"
+    of_family = {
+        "scoring_func": (None, scores), "moe_gate_act": (None, scores),
+        "topk_method": (None, method),
+    }  # fmt: skip
     problems = [
         f"{name}: expected {' or '.join(map(repr, neutral))}, as the family has no such routing, "
         f"got {getattr(text, name)!r}"
-        for name, neutral in _NEUTRAL.items()
+        for name, neutral in (_NEUTRAL | of_family).items()
         if name not in names.values() and getattr(text, name, None) not in neutral
     ]
     given = {field: getattr(text, name) for field, name in names.items()}

@@ -136,6 +136,9 @@ def test_what_ernie_says_of_its_experts():
         ("ernie4_5_moe", {"moe_k": 9}, "moe_k: expected 1 to 8, as many as the experts"),
         ("glm4_moe", {"n_group": 3}, "n_group: expected a divisor of 8 experts, got 3"),
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func: expected None or 'softmax'"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: expected None or 'sigmoid'"),
+        ("glm4_moe", {"topk_method": "greedy"}, "topk_method: expected None or 'noaux_tc'"),
+        ("qwen3_moe", {"topk_method": "noaux_tc"}, "topk_method: expected None or 'greedy'"),
         ("qwen3_moe", {"n_shared_experts": 2}, "n_shared_experts: expected None or 0, as the"),
         ("mixtral", {"routed_scaling_factor": 2.5}, "routed_scaling_factor: expected None or 1"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: expected None"),
@@ -147,6 +150,13 @@ def test_what_ernie_says_of_its_experts():
 def test_settings_that_cannot_run_are_named(family, settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(tiny_config(family, **settings))
+
+
+def test_settings_that_say_what_the_family_does_anyway():
+    """DeepSeek's names for GLM's router, which some configurations carry along."""
+    settings = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    config = ModelConfig.from_hf(tiny_config("glm4_moe", **settings))
+    assert config.experts == ModelConfig.from_hf(tiny_config("glm4_moe")).experts
 
 
 def test_ranks_divide_each_expert():
@@ -176,7 +186,8 @@ def test_weights_take_the_checkpoints_memory(tmp_path, family):
     save_checkpoint(tmp_path, tiny_config(family))
     stored = load_file(tmp_path / "model.safetensors")
     weights = weights_of(tmp_path)
-    assert sum(t.nbytes for t in weights.values()) == sum(t.nbytes for t in stored.values())
+    storages = {t.data_ptr(): t for t in map(torch.Tensor.untyped_storage, weights.values())}
+    assert sum(t.nbytes() for t in storages.values()) == sum(t.nbytes for t in stored.values())
     for name, tensor in weights.items():
         assert torch.equal(tensor, stored[name]), name
 

@@ -269,8 +269,8 @@ def route_experts(
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: products are exact and added in float32, also of a float32 router.
-        Experts are chosen by the rounded scores, a NaN last; a token with a NaN logit has NaN
-        weights. Tier B, ids exact but for near-ties.
+        Experts are chosen by the rounded scores, a NaN last; by softmax, a NaN logit makes all
+        weights of its token NaN. Tier B, ids exact but for near-ties.
     Stream: two launches on the current stream, no synchronisation, CUDA-graph safe. Allocates up
         to 32 bytes per token and expert.
     """
