@@ -39,6 +39,7 @@ from mrv1.kernels import (
     PrefillSplits,
     QKNorm,
     Rope,
+    Routing,
     reference,
 )
 from mrv1.kernels._base.peers import PeerBuffer
@@ -308,6 +309,38 @@ def _all_reduce_norm(ops: ModuleType, device: torch.device) -> Outputs:
         yield from (residual[mine], normed[mine])
 
 
+def _route_experts(ops: ModuleType, device: torch.device) -> Outputs:
+    x, bias = _normal(33, 600, device=device), torch.linspace(-1, 1, 24, device=device)
+    slots = torch.arange(33, device=device)[None]
+    slots[0, 5] = -1
+    for scores, groups in (("softmax", 1), ("sigmoid", 4)):
+        routing = Routing(
+            num_experts=24, top_k=3, scores=scores, num_groups=groups,
+            kept_groups=groups // 2 or 1, renormalizes=True, num_shared=1,
+        )  # fmt: skip
+        router = _normal(24, 600, device=device).float() / 24
+        yield ops.route_experts(x, router, routing, bias, slot_mapping=slots)[1]
+
+
+def _expert_linear(ops: ModuleType, device: torch.device) -> Outputs:
+    gates, weight = (_normal(7, *shape, device=device) for shape in ((2, 40, 96), (40, 96)))
+    for num_tokens in (2, 33, 600):  # by pair, by expert, sorted
+        x = _normal(num_tokens, 96, device=device)
+        ids = torch.arange(2 * num_tokens, dtype=torch.int32, device=device).view(-1, 2) % 7
+        yield ops.expert_linear(x, gates, ids, activation="silu_and_mul")
+        yield ops.expert_linear(x, weight, ids, deterministic=True)
+
+
+def _combine_experts(ops: ModuleType, device: torch.device) -> Outputs:
+    products, hidden = _normal(99, 200, device=device), _normal(33, 200, device=device)
+    weights, normed = _normal(33, 3, device=device).float(), torch.empty_like(hidden)
+    yield ops.combine_experts(
+        products, weights, residual=hidden, norm_weight=_normal(200, device=device),
+        normed_out=normed,
+    )  # fmt: skip
+    yield normed
+
+
 def _features(device: torch.device) -> FeatureRows:
     """Return rows for two of three tokens, each with the embedding and 200 further columns."""
     return FeatureRows(
@@ -420,11 +453,12 @@ def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope,
-        _apply_token_bitmask, _copy_pages, _edit_logits, _embed_tokens, _fetch_upload,
-        _gather_tokens, _kv_cache_write, _linear, _merge_states, _paged_decode_attention,
-        _paged_prefill_attention, _plan_decode_attention, _post_update, _qkv_cache_write,
-        _rms_norm, _sample_tokens, _scatter_segments, _silu_and_mul, _top_logprobs,
+        _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope, _apply_token_bitmask,
+        _combine_experts, _copy_pages, _edit_logits, _embed_tokens, _expert_linear,
+        _fetch_upload, _gather_tokens, _kv_cache_write, _linear, _merge_states,
+        _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
+        _post_update, _qkv_cache_write, _rms_norm, _route_experts, _sample_tokens,
+        _scatter_segments, _silu_and_mul, _top_logprobs,
     )
 }  # fmt: skip
 
