@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import weakref
 from datetime import timedelta
@@ -37,7 +38,17 @@ def open_store(port: int, size: int) -> TCPStore:
     """Return the store by which ranks find each other: rank 0's at ``port``; 0 = a new one."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(HOST, port, size, is_master=port == 0, wait_for_workers=False)
+    if port != 0:
+        return TCPStore(HOST, port, size, is_master=False, wait_for_workers=False)
+    listener = socket.create_server((HOST, 0))  # a store's own one listens on every interface
+    return TCPStore(
+        HOST,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),  # the store's from now on
+    )
 
 
 class Group(Protocol):
