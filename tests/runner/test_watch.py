@@ -65,14 +65,24 @@ def test_only_one_wait_that_is_too_long_ends_the_ranks():
     ranks = Ranks()
     watching = Watch(ranks)
     for step in range(20):
-        watching.begin(f"step {step}", 0.5)
+        outer = watching.begin(f"step {step}", 0.5)
         time.sleep(0.02)
-        watching.end_wait()
+        watching.end_wait(outer)
     assert ranks.error is None
     watching.begin("step 20", 0.05)
     assert ranks.failed.wait(10)
     watching.stop()
     assert "step 20: rank 0 waits for its GPU" in str(ranks.error)
+
+
+def test_a_wait_goes_on_after_one_within_it():
+    ranks = Ranks()
+    watching = Watch(ranks)
+    watching.begin("a call", 0.05)
+    watching.end_wait(watching.begin("step 7", 60.0))
+    assert ranks.failed.wait(10)
+    watching.stop()
+    assert "a call: rank 0 waits for its GPU" in str(ranks.error)
 
 
 def test_the_thread_keeps_no_ranks_alive_and_ends_with_them():

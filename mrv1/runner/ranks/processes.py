@@ -260,11 +260,11 @@ class Ranks:
         if self._watch is None:
             yield
             return
-        self._watch.begin(what, TIMEOUT_SECONDS if timeout is None else timeout)
+        outer = self._watch.begin(what, TIMEOUT_SECONDS if timeout is None else timeout)
         try:
             yield
         finally:
-            self._watch.end_wait()
+            self._watch.end_wait(outer)
             with self._lock:  # a failure that is being looked into
                 failure = self.failure
             if failure is not None:

@@ -23,7 +23,9 @@ class Watched(Protocol):
         """End all ranks, and the kernels of this process that wait for them."""
 
 
-class _Wait(NamedTuple):
+class Wait(NamedTuple):
+    """What rank 0 waits for, and how long at most."""
+
     what: str
     timeout: float
 
@@ -38,19 +40,23 @@ class Watch:
 
     def __init__(self, ranks: Watched) -> None:
         self.looks_always = False
-        self._wait: _Wait | None = None
+        self._wait: Wait | None = None
         self._stopped = threading.Event()
         target, ranks_of = self._run, weakref.ref(ranks)
         self._thread = threading.Thread(target=target, args=(ranks_of,), daemon=True)
         self._thread.start()
 
-    def begin(self, what: str, timeout: float) -> None:
-        """End the ranks unless ``end_wait`` is called within ``timeout`` seconds."""
-        self._wait = _Wait(what, timeout)
+    def begin(self, what: str, timeout: float) -> Wait | None:
+        """End the ranks unless ``end_wait`` is called within ``timeout`` seconds.
 
-    def end_wait(self) -> None:
-        """End the wait of ``begin``."""
-        self._wait = None
+        Return the wait within which this one is, None = it is within none.
+        """
+        outer, self._wait = self._wait, Wait(what, timeout)
+        return outer
+
+    def end_wait(self, outer: Wait | None) -> None:
+        """End the wait of ``begin``, and go on with the outer one."""
+        self._wait = outer
 
     def stop(self) -> None:
         """End the thread, which may call this itself."""
