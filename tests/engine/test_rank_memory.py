@@ -144,6 +144,26 @@ def test_one_bad_tensor_changes_no_weight_on_any_rank(pair, bad):
     assert tokens(several) == before
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"), [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(), RuntimeError)]
+)
+@pytest.mark.parametrize("name", ["share", "pieces_of"])
+def test_an_update_that_is_cut_short_ends_the_ranks(
+    checkpoint, on_threads, monkeypatch, name, error, raised
+):
+    """Rank 0 is interrupted, or cannot send, before or between the pieces."""
+
+    def fail(*args: object) -> None:
+        raise error
+
+    with make_llm(checkpoint(False), 2) as llm:
+        monkeypatch.setattr(llm.engine.runner._ranks if name == "share" else control, name, fail)
+        with pytest.raises(raised):
+            llm.update_weights(new_weights(1))
+        with pytest.raises(RuntimeError, match="make a new engine"):
+            llm.sleep()
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_ranks_sleep_and_wake_together(pair, level):
     one, several = pair

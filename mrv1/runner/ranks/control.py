@@ -342,12 +342,13 @@ class Controls:
         widest = max(tensor[:1].nbytes for tensor in tensors.values())
         nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
         shared = SharedMemory.new(max(min(nbytes, SHARED_BYTES), widest))
-        self._ranks.share(shared.fd)
-        self._own.attach(shared)
-        self.ask("begin_update", names)
-        for pieces in pieces_of(tensors, shared):
-            self.ask("write_weights", pieces)
-        self.ask("end_update", names)
+        with self._ending("update_weights"):
+            self._ranks.share(shared.fd)
+            self._own.attach(shared)
+            self.ask("begin_update", names)
+            for pieces in pieces_of(tensors, shared):
+                self.ask("write_weights", pieces)
+            self.ask("end_update", names)
 
     @contextlib.contextmanager
     def _ending(self, what: str) -> Iterator[None]:
