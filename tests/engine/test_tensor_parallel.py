@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError, device
 from mrv1.engine.core import EngineCore
 from mrv1.runner.ranks import links, parallel_runner, processes
+from mrv1.runner.ranks.child import RankStart
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
@@ -312,6 +313,24 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
             generated(llm)
         assert time.monotonic() - start < processes.TIMEOUT_SECONDS
     assert not is_alive(pid)
+
+
+def test_a_rank_that_is_told_nothing_does_not_start(checkpoint, monkeypatch):
+    processes_made, popen = [], subprocess.Popen
+
+    def made(*args, **options):
+        processes_made.append(popen(*args, **options))
+        return processes_made[0]
+
+    monkeypatch.setattr(subprocess, "Popen", made)
+    with open(os.devnull) as file:
+        start = RankStart(
+            rank=1, config=file, head_policy=None, has_processors=False, port=0,
+            memory=file.fileno(), num_threads=1, timeout=1.0,
+        )  # fmt: skip
+        with pytest.raises(TypeError, match="cannot pickle"):
+            processes.Member.start(start)
+    assert processes_made[0].returncode is not None
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):

@@ -77,8 +77,13 @@ class Member:
                 start_new_session=True,  # the terminal's Ctrl-C is for rank 0 alone
                 env=child_environment(PYTHONPATH=_python_path()),
             )
-        ours.send(start)
-        return cls(start.rank, process, ours)
+        member = cls(start.rank, process, ours)
+        try:
+            ours.send(start)
+        except BaseException:
+            member.stop(0.0)
+            raise
+        return member
 
     def await_ready(self, deadline: float) -> None:
         """Wait until the rank is ready, up to ``deadline`` on the clock of ``time.monotonic``.
