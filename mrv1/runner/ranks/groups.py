@@ -51,6 +51,10 @@ def open_store(port: int, size: int) -> TCPStore:
     )
 
 
+_TURN = timedelta(seconds=0.2)
+"""Longest wait for gloo without a look for interrupts."""
+
+
 class Group(Protocol):
     """The collectives of a rank; each raises PeerError if another rank has ended."""
 
@@ -111,14 +115,14 @@ class Gloo:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, which replaces ``tensor``."""
         with self._joined() as group:
-            group.allreduce([tensor]).wait()
+            _wait(group.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, one behind the other along the last dimension."""
         parts = [torch.empty_like(tensor) for _ in range(self._size)]
         with self._joined() as group:
-            group.allgather([parts], [tensor]).wait()
+            _wait(group.allgather([parts], [tensor]))
         return torch.cat(parts, dim=-1)
 
     @contextlib.contextmanager
@@ -129,6 +133,14 @@ class Gloo:
             yield self._group
         except RuntimeError as error:
             raise PeerError(str(error)) from error
+
+
+def _wait(work: Work) -> None:
+    """Wait for work on the host, in turns: an interrupt comes between two of them."""
+    while not work.is_completed():
+        with contextlib.suppress(RuntimeError):  # the turn's end, or an error that comes again
+            work.wait(_TURN)
+    work.wait()
 
 
 class Nccl:
