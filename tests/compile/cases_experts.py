@@ -29,7 +29,8 @@ SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "ernie-21b": (2560, 1536, 66, 8)}
 def cases(target: Target) -> list[AotCase]:
     return [
         *(_logits(target, dtype, router, tokens)
-          for dtype in DTYPES for router in {dtype, torch.float32} for tokens in (1, 4096)),
+          for dtype in DTYPES for router in dict.fromkeys((dtype, torch.float32))
+          for tokens in (1, 4096)),
         *(_choice(target, sigmoid=sigmoid, rounds=not sigmoid) for sigmoid in (False, True)),
         _sort(target),
         *(_products(target, shape, dtype, pairs, is_gated=is_gated)

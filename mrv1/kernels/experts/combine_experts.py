@@ -17,6 +17,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.experts.contracts import check_combination, check_float
 from mrv1.kernels.layers.linear_call import normed
+from mrv1.kernels.layers.norm import inverse_rms
 
 
 @triton.jit
@@ -62,7 +63,7 @@ def _combine_kernel(
     if norm_weight_ptr is not None:
         rounded = total.to(dtype)
         wide = tl.where(inside, rounded.to(tl.float32), 0.0)
-        scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / num_cols + eps)
+        scale = inverse_rms(tl.reshape(wide, [1, TILE_COLS]), num_cols, eps)
         tl.store(
             normed_ptr + token * stride_normed_token + col,
             normed(rounded, scale, norm_weight),

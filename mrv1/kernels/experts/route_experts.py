@@ -54,10 +54,11 @@ class RouteConfig:
         """Return the configuration for a GPU: short chains, and few programs wait for memory."""
         is_small = num_tokens <= 256 or deterministic
         return cls(
-            tile_tokens=16 if is_small else 64,
+            tile_tokens=16 if is_small else 32,
             tile_experts=16 if is_small else 32,
             tile_in=min(128 if is_small else 64, max(16, next_power_of_2(num_in))),
             splits=max(1, min(8, num_in // 256)),
+            num_stages=3 if is_small else 2,
         )
 
     @classmethod
