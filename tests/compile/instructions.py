@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import torch
 
-from mrv1.kernels._base.triton import triton
-from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
-from mrv1.testing.aot import AotCase, Target, pointer
+from mrv1.testing.aot import AotCase, Target
 from tests.compile.cases_qkv import cases as qkv_cases
 from tests.compile.cases_sampling import group_sums
 from tests.compile.cases_step import cases as step_cases
@@ -23,7 +20,6 @@ SUMS = (
     r"(v[24]\.b32|b32|\d+(?=, 31, -1;))"
 )
 """Widths of loads, and the distances of lanes that add up."""
-SHUFFLES = r"shfl\.sync\.bfly\.b32.*, (\d+), 31, -1;"
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -34,7 +30,7 @@ def cases(target: Target) -> list[AotCase]:
     fetch = next(case for case in step_cases(target) if case.name == "fetch_upload")
     return [
         replace(fetch, pattern=LOADS),
-        *(_rms_norms(target) + _group_sums(target) if target.capability else []),
+        *(_group_sums(target) if target.capability else []),
     ]
 
 
@@ -47,30 +43,4 @@ def _group_sums(target: Target) -> list[AotCase]:
             group_sums(target, torch.float32, vocab_size),
             group_sums(target, torch.float32, vocab_size, ranks=2),
         )
-    ]
-
-
-def _rms_norms(target: Target) -> list[AotCase]:
-    """Norms of rows of 8, with strides and addresses that are multiples of 16 bytes, or not."""
-    config = RmsNormConfig.default_for(8)
-    floats = torch.empty(32)
-    return [
-        AotCase(
-            name=f"rms_norm-{x_stride}-{out_stride}-{address}",
-            kernel=_rms_norm_kernel,
-            args=(
-                *(pointer(torch.float32), out_stride, out_stride),
-                *((floats, x_stride) if address else (None, 0)),
-                *(floats[address:], x_stride, x_stride),
-                *(pointer(torch.float32), 83, 1, 8, 1e-6),
-            ),
-            constexprs={
-                "TILE_ROWS": config.tile_rows,
-                "TILE_DIM": triton.next_power_of_2(8),
-                "OVERLAP": target.has_dependent_launch,
-            },
-            num_warps=config.num_warps,
-            pattern=SHUFFLES,
-        )
-        for x_stride, out_stride, address in itertools.product((8, 32), (8, 32), (0, 1))
     ]

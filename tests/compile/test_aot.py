@@ -165,14 +165,6 @@ def test_an_upload_is_loaded_from_memory_itself(target, plain, afresh):
     assert all(re.fullmatch(afresh, load) for load in others)
 
 
-def test_a_norm_adds_up_its_squares_in_one_order():
-    """Whatever the strides and the alignment: they may differ where the number of rows does."""
-    found = _instructions("sm_90")
-    norms = {name: steps for name, steps in found.items() if name.startswith("rms_norm")}
-    assert len(norms) == 8
-    assert set(map(tuple, norms.values())) == {("1", "1")}  # 2 rows of a thread, 4 + 4 columns
-
-
 @pytest.mark.parametrize("vocab", [151_936, 1000])
 def test_a_group_of_a_shard_is_summed_as_one_of_whole_logits(vocab):
     """Whether rows are aligned or not, the same threads add up the same logits."""

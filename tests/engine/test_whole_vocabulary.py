@@ -15,6 +15,7 @@ from mrv1.device import host_memory_bytes, kernel_path
 from mrv1.engine import request_limits
 from mrv1.kernels import reference
 from mrv1.kernels.registry import select_ops
+from mrv1.runner.logits import LogitsRows
 from mrv1.runner.logprobs import MAX_SEARCHED, Wanted, reports_of
 
 PROMPT = list(range(5, 25))
@@ -112,8 +113,8 @@ def test_reports_are_those_of_the_oracle(device, num_positions: int, vocab_size:
     drawn = torch.randint(0, vocab_size, (num_rows,), generator=generator)
     drawn[num_positions] = -1
     ops = select_ops(kernel_path(device))
-    given = logits.to(device)
-    reports = reports_of(wanted, drawn.to(device), given.__getitem__, ops, chunk_rows=num_rows)
+    given = LogitsRows(logits.to(device))
+    reports = reports_of(wanted, drawn.to(device), given.at, ops, chunk_rows=num_rows)
     if device.type == "cuda":
         torch.cuda.synchronize()
     found: dict = {}

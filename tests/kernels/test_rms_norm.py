@@ -175,6 +175,31 @@ def test_bits_do_not_depend_on_strides_and_addresses(
         assert torch.equal(norm(slice(82, 83), *gaps), want[82:])
 
 
+@given(
+    dim=st.sampled_from([8, 64, 1024]),
+    level=st.integers(1, 9),
+    gaps=st.sampled_from([(0, 0), (8, 16), (3, 6)]),
+    num_rows=st.sampled_from([1, 83]),
+    seed=seeds,
+)
+def test_squares_are_added_neighbours_first(device, dim, level, gaps, num_rows, seed):
+    """Exchanged halves of a block leave a sum of pairs alone, and other orders not."""
+    block = 2 ** min(level, dim.bit_length() - 2)
+    exponents = torch.randint(
+        -6, 7, (num_rows, dim), generator=torch.Generator().manual_seed(seed)
+    )
+    x = normal((num_rows, dim), torch.float32, device, seed) * 2.0 ** exponents.to(device)
+    weight = torch.ones(dim, device=device)
+
+    def exchanged(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(num_rows, -1, 2, block).flip(2).reshape(num_rows, dim)
+
+    def norm(rows: torch.Tensor) -> torch.Tensor:
+        return kernels.rms_norm(in_a_wider_row(rows, *gaps), weight, EPS)
+
+    assert torch.equal(norm(exchanged(x)), exchanged(norm(x)))
+
+
 # --- edges -------------------------------------------------------------------------------------
 
 
