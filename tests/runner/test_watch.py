@@ -72,7 +72,7 @@ def test_only_one_wait_that_is_too_long_ends_the_ranks():
     watching.begin("step 20", 0.05)
     assert ranks.failed.wait(10)
     watching.stop()
-    assert "step 20: rank 0 waits for its GPU" in str(ranks.error)
+    assert "step 20: rank 0 has waited 0.05 s for its GPU" in str(ranks.error)
 
 
 def test_a_wait_goes_on_after_one_within_it():
@@ -82,7 +82,7 @@ def test_a_wait_goes_on_after_one_within_it():
     watching.end_wait(watching.begin("step 7", 60.0))
     assert ranks.failed.wait(10)
     watching.stop()
-    assert "a call: rank 0 waits for its GPU" in str(ranks.error)
+    assert "a call: rank 0 has waited 0.05 s for its GPU" in str(ranks.error)
 
 
 def test_the_thread_keeps_no_ranks_alive_and_ends_with_them():

@@ -30,7 +30,7 @@ from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
 from mrv1.runner.model_runner import is_caused_by
 from mrv1.runner.ranks.child import RankStart
-from mrv1.runner.ranks.control import Answer, Asked
+from mrv1.runner.ranks.control import CALL_SECONDS, Answer, Asked
 from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
@@ -117,7 +117,7 @@ class Member:
     def answer(self, deadline: float) -> Answer:
         """Wait for the answer to a call; PeerError: the rank failed, or was silent until then."""
         if not wait([self.connection], max(deadline - time.monotonic(), 0.0)):
-            raise PeerError("expected an answer, got none")
+            raise PeerError(f"expected an answer within {CALL_SECONDS:g} s, got none")
         try:
             message = self.connection.recv()
         except (EOFError, OSError):  # ``failure`` says why
@@ -247,7 +247,7 @@ class Ranks:
 
     def answers(self) -> list[Answer]:
         """Wait for the answers in the order of the ranks; PeerError: a rank has failed."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        deadline = time.monotonic() + CALL_SECONDS
         return [member.answer(deadline) for member in self._members]
 
     def share(self, fd: int) -> None:
@@ -309,7 +309,7 @@ class Ranks:
             time.sleep(0.01)
         silent = [str(rank) for rank, failure in failures.items() if failure is None]
         if silent:
-            return f"rank {', '.join(silent)}: no answer within {TIMEOUT_SECONDS:g} s ({error})"
+            return f"rank {', '.join(silent)}: no answer ({error})"
         return f"rank 0: {error}"
 
     def after_fork(self) -> None:

@@ -78,5 +78,7 @@ class Watch:
                     ranks.end(PeerError(f"{what}: a rank has ended"))
                 return
             if current is not None and looks * TICK_SECONDS > current.timeout:
-                ranks.end(PeerError(f"{what}: rank 0 waits for its GPU"))
+                ranks.end(
+                    PeerError(f"{what}: rank 0 has waited {current.timeout:g} s for its GPU")
+                )
                 return
