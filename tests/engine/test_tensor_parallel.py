@@ -24,6 +24,7 @@ from hypothesis import given, settings
 
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError, device
 from mrv1.engine.core import EngineCore
+from mrv1.kernels._base.peers import PeerError
 from mrv1.runner.ranks import links, parallel_runner, processes
 from mrv1.runner.ranks.child import RankStart
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
@@ -423,6 +424,35 @@ def test_the_watch_that_gpus_need_ends_an_engine(checkpoint, monkeypatch, number
         assert ("SIGKILL" in str(output.error)) == (number == signal.SIGKILL)
         assert output.error.device_lost
     assert not is_alive(pid)
+
+
+def test_an_interrupt_in_an_end_still_ends_the_ranks(checkpoint, monkeypatch):
+    """Also while the watch has ended them already, for another reason."""
+    monkeypatch.setattr(processes, "needs_watch", lambda device: True)
+
+    def interrupted(*args: object) -> str:
+        raise KeyboardInterrupt
+
+    with make_llm(checkpoint) as llm:
+        ranks, (pid,) = llm.engine.runner._ranks, pids_of(llm)
+        monkeypatch.setattr(ranks, "_cause", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ranks.end(PeerError("a rank hangs"))
+        assert not is_alive(pid)
+        with pytest.raises(KeyboardInterrupt), ranks.waiting("a step"):
+            raise KeyboardInterrupt
+        with pytest.raises(PeerError, match="rank 0: KeyboardInterrupt"), ranks.waiting("a step"):
+            pass
+
+
+def test_a_silent_rank_is_waited_for_as_long_as_a_call_may_take(checkpoint, monkeypatch):
+    with make_llm(checkpoint) as llm:
+        monkeypatch.setattr(processes, "CALL_SECONDS", 0.5)
+        (pid,) = pids_of(llm)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=r"rank 1: no answer \(.* within 0\.5 s, got none"):
+            llm.sleep()
+        assert not is_alive(pid)
 
 
 @pytest.mark.full

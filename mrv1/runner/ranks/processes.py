@@ -266,13 +266,17 @@ class Ranks:
             yield
             return
         outer = self._watch.begin(what, TIMEOUT_SECONDS if timeout is None else timeout)
+        is_interrupt = False
         try:
             yield
+        except BaseException as error:
+            is_interrupt = not isinstance(error, Exception)
+            raise
         finally:
             self._watch.end_wait(outer)
             with self._lock:  # a failure that is being looked into
                 failure = self.failure
-            if failure is not None:
+            if failure is not None and not is_interrupt:
                 raise PeerError(f"tensor_parallel_size: {failure}")
 
     def start_watch(self) -> None:
@@ -289,9 +293,14 @@ class Ranks:
         with self._lock:
             if self.failure is None:
                 is_interrupt = not isinstance(error, Exception)
-                self.failure = f"rank 0: {error!r}" if is_interrupt else self._cause(error)
-                self.links.abort()
-                self.stop(0.0)
+                try:
+                    self.failure = f"rank 0: {error!r}" if is_interrupt else self._cause(error)
+                except BaseException as interrupt:
+                    self.failure = f"rank 0: {interrupt!r}"
+                    raise
+                finally:
+                    self.links.abort()
+                    self.stop(0.0)
             return self.failure
 
     def _cause(self, error: BaseException) -> str:
