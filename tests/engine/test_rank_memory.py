@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -302,6 +303,22 @@ def test_shared_memory_has_no_name_and_is_seen_by_who_has_its_file():
     for each in (shared, other, shared):
         each.close()
     assert shared.fd == -1
+
+
+def test_a_host_without_room_for_shared_memory_says_so(pair, monkeypatch):
+    """And changes no weight."""
+    _, several = pair
+    before, files = tokens(several), len(os.listdir("/proc/self/fd"))
+
+    def without_room(*args: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", without_room)
+        with pytest.raises(OSError, match="no room"):
+            several.update_weights(new_weights(1))
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert tokens(several) == before
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from typing import Self
 
 import torch
@@ -23,13 +22,13 @@ class SharedMemory:
     @classmethod
     def new(cls, nbytes: int) -> Self:
         """Return new memory, all zeros; OSError if there is no room."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("mrv1")
-        else:
-            with tempfile.TemporaryFile() as file:  # without a name, too
-                fd = os.dup(file.fileno())
-        os.truncate(fd, nbytes)
-        return cls(fd)
+        fd = os.memfd_create("mrv1")
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # else a write without room is a SIGBUS
+            return cls(fd)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def close(self) -> None:
         """Give up this view of it, of which no tensor may be in use; harmless when repeated."""
