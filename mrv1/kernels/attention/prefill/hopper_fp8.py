@@ -78,6 +78,12 @@ class ScaledKeys:
     inverses: gl.shared_memory_descriptor
 
     @gluon.jit
+    def no_weights(self, TILE_TOKENS: gl.constexpr):
+        """Return the total of no weights, of whole rows."""
+        ROWS: gl.constexpr = gl.SliceLayout(1, wg.product_layout(TILE_TOKENS))
+        return gl.zeros([64], gl.float32, ROWS)
+
+    @gluon.jit
     def weigh(
         self, scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED: gl.constexpr
     ):

@@ -540,6 +540,22 @@ def make_softmax(softmax_scale, soft_cap, sinks_ptr):
     return Softmax(scale, cap_scale, sinks_ptr)
 
 
+@gluon.jit
+def lane_sums(weights):
+    """Return [rows, 4]: of each row, the sums of the columns that each of its four lanes has.
+
+    So that lanes exchange them once in the end, not at every tile of keys.
+    """
+    COLUMNS: gl.constexpr = [weights.shape[0], weights.shape[1] // 8, 4, 2]
+    return gl.sum(gl.sum(weights.reshape(COLUMNS), 3), 1)
+
+
+@gluon.jit
+def of_lanes(numbers, sums):
+    """Return each row's number for its lanes, to go with ``lane_sums``."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, sums.type.layout))[:, None]
+
+
 @aggregate
 class PlainKeys:
     """How products of 16-bit queries and keys become weights."""
@@ -549,13 +565,18 @@ class PlainKeys:
     has_gaps: gl.tensor
 
     @gluon.jit
+    def no_weights(self, TILE_TOKENS: gl.constexpr):
+        """Return the total of no weights."""
+        return lane_sums(gl.zeros([64, TILE_TOKENS], gl.float32, product_layout(TILE_TOKENS)))
+
+    @gluon.jit
     def weigh(
         self, scores, top, total, at, tile, visible_keys, at_right, at_left, MASKED: gl.constexpr
     ):
         """Return (weights, top, total, rescale); a row sees ``visible_keys`` of the tile.
 
         With a window they begin before the tile, unless the tile is ``at_left``, and all rows see
-        all keys to the end of the tile, unless it is ``at_right``.
+        all keys to the end of the tile, unless it is ``at_right``. ``total`` is of ``lane_sums``.
         """
         KEYS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
         TILE_TOKENS: gl.constexpr = scores.shape[1]
@@ -586,7 +607,8 @@ class PlainKeys:
             shift = gl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf is NaN
         weights = gl.exp2(scores * scale - shift[:, None])
         rescale = gl.exp2(top - shift)
-        return weights, new_top, total * rescale + gl.sum(weights, 1), rescale
+        total = total * of_lanes(rescale, total) + lane_sums(weights)
+        return weights, new_top, total, rescale
 
 
 @gluon.jit
@@ -767,9 +789,10 @@ class Consumer:
         if self.window is not None:  # the first key that the request's first query sees
             first_live = tile.context_len + 1 - self.window.size
         top = gl.full([64], float("-inf"), gl.float32, VECTOR_OF_ROWS)
-        total = gl.zeros([64], gl.float32, VECTOR_OF_ROWS)
-        if logit_sinks is not None:
-            total = gl.where(logit_sinks == top, 0.0, 1 << LIFT)  # for NaN too, which must stay
+        total = self.scores.no_weights(TILE_TOKENS)
+        if logit_sinks is not None:  # a quarter in each lane; for NaN too, which must stay
+            quarter = gl.where(logit_sinks == top, 0.0, (1 << LIFT) / 4)
+            total += of_lanes(quarter, total)
             top = logit_sinks
         acc = self.zeros()
 
@@ -815,6 +838,8 @@ class Consumer:
         if self.buffers.queries.free is not None:
             values.release(last_at)
 
+        if len(total.shape) > 1:
+            total = gl.convert_layout(gl.sum(total, 1), VECTOR_OF_ROWS)
         seen = total != 0.0  # true of NaN, which must come out as NaN
         total = gl.where(seen, total, 1.0)
         lse = gl.where(seen, (top - LIFT + gl.log2(total)) * LN_2, float("-inf"))
