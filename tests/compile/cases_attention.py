@@ -19,6 +19,7 @@ from mrv1.kernels.attention.prefill.choice import (
     SHORT_WINDOW,
     WARP_GROUP_TILES,
     PrefillAttentionConfig,
+    consumers_for,
     short_window_tile,
 )
 from mrv1.kernels.attention.prefill.merge import MERGED_VECTORS, _merge_splits_kernel
@@ -360,7 +361,10 @@ def _warp_group_cases() -> list[AotCase]:
     ) -> AotCase:  # fmt: skip
         pages, lengths = _page_boxes(dtype, block_size, head_dim), pointer(torch.int32)
         q = torch.empty(64, group * NUM_KV_HEADS, head_dim, dtype=dtype)
-        queries = hopper_queue.describe_queries(q, group)
+        has_window = "window" in masks or "ring" in masks
+        layout = KVLayout.hnd(1, block_size, head_dim, window=128 if has_window else -1)
+        consumers = consumers_for(layout)
+        queries = hopper_queue.describe_queries(q, group, consumers)
         return AotCase(
             name=_warp_group_name("prefill-queue", dtype, block_size, head_dim, group)
             + "-some_heads" * some_heads
@@ -375,11 +379,15 @@ def _warp_group_cases() -> list[AotCase]:
                 pointer(torch.int64), pointer(torch.int64), lengths, *_mask_arguments(masks),
             ),
             constexprs={
-                **_tile(head_dim, tile), "GROUP": group, "BLOCK_SIZE": block_size
+                **_tile(head_dim, tile), "GROUP": group, "BLOCK_SIZE": block_size,
+                "CONSUMERS": consumers,
             },
-            # By the scheduler, outside all loops over keys. With 256 dimensions, numbers of a
-            # window are also read in the loops, some for a step.
-            parked_bytes=120 if head_dim > 128 and masks not in ("", "cap") else 40,
+            # By the scheduler, outside all loops over keys; with three consumers it has fewer
+            # registers. With 256 dimensions, numbers of a window are also read in the loops, some
+            # for a step.
+            parked_bytes=112 if consumers > 2
+            else 120 if head_dim > 128 and masks not in ("", "cap")
+            else 40,
         )  # fmt: skip
 
     queue = [queue_case(torch.bfloat16, 16), queue_case(torch.bfloat16, 128)]

@@ -279,6 +279,7 @@ def test_tiles_from_a_queue_are_the_same_whoever_takes_them(device, drawn, other
     [
         (128, 1, 128, torch.float16), (128, 64, 32, torch.bfloat16), (128, 3, 16, torch.bfloat16),
         (128, 31, 64, torch.bfloat16), (96, 8, 128, torch.float16), (80, 5, 32, torch.float16),
+        (64, 16, 128, torch.float16), (64, 128, 16, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_tiles_from_a_queue_of_other_groups_and_pages(device, head_dim, group, block_size, dtype):
@@ -303,7 +304,7 @@ def test_a_queue_of_long_contexts(device):
     assert_in_budget(got.rows(slice(110)), oracle, exact(case, q), case)
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 5), (96, 1)])
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (128, 5), (96, 1), (64, 8)])
 @pytest.mark.parametrize("hole", [0, 5, 43])
 def test_a_queue_skips_a_missing_page(device, hole, head_dim, group):
     layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=700)
@@ -316,11 +317,14 @@ def test_a_queue_skips_a_missing_page(device, hole, head_dim, group):
     _check(case, group, splits=make_splits(case, q, 1))
 
 
-@pytest.mark.parametrize("group", [5, 12])
-@pytest.mark.parametrize("query_len", [1, 15, 16, 17, 25, 26, 48, 128, 129])
-def test_edges_of_boxes_of_queries(device, group, query_len):
-    """Groups that do not divide a tile's rows: tiles from a queue are boxes of 16 queries."""
-    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=128, max_seq_len=300)
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 5), (128, 12), (64, 6), (64, 8)])
+@pytest.mark.parametrize("query_len", [1, 15, 16, 17, 24, 25, 26, 48, 128, 129])
+def test_edges_of_boxes_of_queries(device, head_dim, group, query_len):
+    """Groups that do not divide a tile's rows: tiles from a queue are boxes of 16 queries.
+
+    With groups of 8 heads of 64 dimensions a tile has 24 queries, for three consumers.
+    """
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=head_dim, max_seq_len=300)
     batch = RaggedBatch(query_lens=(query_len, 0, 1, query_len), seq_lens=(300, 7, 20, query_len))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device)
     q = make_queries(case, group, spare_rows=1)

@@ -46,6 +46,9 @@ SHORT_WINDOW = 1024  # tokens
 SHORT_WINDOW_KEYS = 64
 """Keys of a tile where all windows are short: each row sees few of the keys at both edges, whose
 masks cost as much as all else in a softmax. On an H200 windows of 128 took 0.75 of the time."""
+THREE_CONSUMERS = (64,)
+"""Head dimensions whose tiles in ``hopper_queue`` have 192 rows, for three consumers: the products
+of so small heads are shorter than a softmax. Windows take registers that three do not have."""
 COPY_BYTES = 16  # alignment of what a bulk copy reads
 
 Division = Literal["tiles", "keys", "merged", "queue"]
@@ -63,6 +66,11 @@ def short_window_tile(layout: KVLayout) -> tuple[int, int]:
     if is_short and layout.block_size <= SHORT_WINDOW_KEYS < keys:
         return SHORT_WINDOW_KEYS, stages * keys // SHORT_WINDOW_KEYS
     return keys, stages
+
+
+def consumers_for(layout: KVLayout) -> int:
+    """Return the consumers of a program of ``hopper_queue``."""
+    return 3 if layout.head_dim in THREE_CONSUMERS and not layout.has_window else 2
 
 
 class PrefillLayer(NamedTuple):

@@ -34,14 +34,13 @@ from mrv1.kernels.attention.prefill import warp_groups as wg
 from mrv1.kernels.attention.prefill.call import PrefillCall
 from mrv1.kernels.attention.prefill.choice import (
     BOX_QUERIES,
-    WARP_GROUP_ROWS,
     PrefillSplits,
+    consumers_for,
     short_window_tile,
 )
 from mrv1.kernels.attention.prefill.warp_groups import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
-    ROWS,
 )
 
 L2_BYTES = gl.constexpr(1 << 25)  # keys and values that stay in the L2 cache
@@ -54,10 +53,15 @@ EARLY_STEPS = gl.constexpr(3)
 """Steps before an item's end at which the next one is taken where windows make items short."""
 
 
+SMALL_CONSUMER_REGISTERS = gl.constexpr(160)
+SMALL_PRODUCER_REGISTERS = gl.constexpr(32)  # as of all groups of one warp; 512 in all
+
+
 @gluon.constexpr_function
-def box_queries(group):
+def box_queries(group, consumers):
     """Return the queries of a box, or 1: whole queries fill a tile's rows, see ``QueryTile``."""
-    return 1 if WARP_GROUP_ROWS % group == 0 else BOX_QUERIES
+    is_whole = 64 % min(group, 64) == 0 and 64 * consumers % group == 0
+    return 1 if is_whole else BOX_QUERIES
 
 
 @gluon.constexpr_function
@@ -102,6 +106,9 @@ class Items:
     GROUP: gl.constexpr
     BLOCK: gl.constexpr  # see ``QueryTile``
     BLOCK_SIZE: gl.constexpr
+    DIM: gl.constexpr
+    TILE_ROWS: gl.constexpr
+    TILE_TOKENS: gl.constexpr  # keys of a tile
     HAS_WINDOW: gl.constexpr
     HAS_RING: gl.constexpr
 
@@ -156,16 +163,19 @@ class Items:
 def _schedule(
     items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr, num_reqs,
     heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-    window_ptr, sink_ptr, ring_blocks_ptr, DIM: gl.constexpr, TILE_TOKENS: gl.constexpr,
+    window_ptr, sink_ptr, ring_blocks_ptr,
 ):  # fmt: skip
     """Take items from the launch's counter and describe them to the other warps."""
     BLOCK_SIZE: gl.constexpr = items.BLOCK_SIZE
     GROUP: gl.constexpr = items.GROUP
     BLOCK: gl.constexpr = items.BLOCK
-    BOXES: gl.constexpr = ROWS // BLOCK
+    DIM: gl.constexpr = items.DIM
+    TILE_ROWS: gl.constexpr = items.TILE_ROWS
+    TILE_TOKENS: gl.constexpr = items.TILE_TOKENS
+    BOXES: gl.constexpr = TILE_ROWS // BLOCK
     L2_KEYS: gl.constexpr = L2_BYTES // (4 * DIM)
     end = gl.load(query_start_loc_ptr + num_reqs)
-    num_items = wg.first_tile(end, num_reqs, GROUP, BLOCK) * num_heads
+    num_items = wg.first_tile(end, num_reqs, GROUP, BLOCK, TILE_ROWS) * num_heads
     ticket = gl.program_id(0)
     count = gl.to_tensor(0)
     while ticket < num_items:
@@ -174,14 +184,14 @@ def _schedule(
         # side by side, as many as the L2 cache holds the keys and values of.
         pair = num_items - 1 - ticket
         tile = pair // num_heads
-        req = wg.find_request(query_start_loc_ptr, tile, num_reqs, GROUP, BLOCK, WARP)
+        req = wg.find_request(query_start_loc_ptr, tile, num_reqs, GROUP, BLOCK, TILE_ROWS, WARP)
         query_start = gl.load(query_start_loc_ptr + req)
         query_len = gl.load(query_start_loc_ptr + req + 1) - query_start
         seq_len = gl.load(seq_lens_ptr + req)
         context_len = seq_len - query_len
         tiles = gl.maximum(gl.cdiv(gl.cdiv(query_len, BLOCK) * GROUP, BOXES), 1)
         together = gl.minimum(gl.maximum(L2_KEYS // gl.maximum(seq_len, 1), 1), num_heads)
-        rest = pair - wg.first_tile(query_start, req, GROUP, BLOCK) * num_heads
+        rest = pair - wg.first_tile(query_start, req, GROUP, BLOCK, TILE_ROWS) * num_heads
         is_tile = rest < tiles * num_heads  # some requests have room for one tile more
         first_head = rest // (tiles * together) * together
         rest -= first_head * tiles
@@ -250,7 +260,8 @@ def _copy_queries(q_boxes, queries, tile, item):
     BOX_DIM: gl.constexpr = q_boxes.desc.block_shape[2]
     BOX_ROWS: gl.constexpr = q_boxes.desc.block_shape[0] * q_boxes.desc.block_shape[1]
     BOXES: gl.constexpr = 64 // BOX_ROWS
-    for part in gl.static_range(2):
+    CONSUMERS: gl.constexpr = queries.tiles.shape[0]
+    for part in gl.static_range(CONSUMERS):
         filled = queries.filled.index(part)
         mbarrier.wait(queries.free.index(part), (item & 1) ^ 1)
         mbarrier.expect(filled, wg.tile_bytes(queries.tiles, queries.rests))
@@ -360,48 +371,66 @@ def _prefill_queue_kernel(
     DIM: gl.constexpr, GROUP: gl.constexpr,  # query heads per KV head
     BLOCK_SIZE: gl.constexpr, TILE_TOKENS: gl.constexpr,  # keys of a tile
     STAGES: gl.constexpr,  # tiles of K and of V in shared memory
+    CONSUMERS: gl.constexpr,  # 2 or 3
 ):  # fmt: skip
     """Grid: any number of programs; one a multiprocessor runs at a time."""
     dtype: gl.constexpr = k_desc.dtype
     LAYOUT: gl.constexpr = k_desc.layout
-    queries = wg.make_channel(dtype, LAYOUT, 2, 64, DIM, 1)
-    keys = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
-    values = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, 2)
-    buffers = wg.Buffers(queries, keys, values, wg.make_barriers(1, 2))
+    queries = wg.make_channel(dtype, LAYOUT, CONSUMERS, 64, DIM, 1)
+    keys = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, CONSUMERS)
+    values = wg.make_channel(dtype, LAYOUT, STAGES, TILE_TOKENS, DIM, CONSUMERS)
+    buffers = wg.Buffers(queries, keys, values, wg.make_barriers(1, CONSUMERS))
     FIELD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     HAS_WINDOW: gl.constexpr = window_ptr is not None
     SLOTS: gl.constexpr = 3 if HAS_WINDOW else 2
     fields = gl.allocate_shared_memory(gl.int32, [SLOTS, 32 if HAS_WINDOW else 16], FIELD)
-    channel = wg.Channel(fields, None, wg.make_barriers(SLOTS, 1), wg.make_barriers(SLOTS, 3))
+    READERS: gl.constexpr = CONSUMERS + 1
+    free = wg.make_barriers(SLOTS, READERS)
+    channel = wg.Channel(fields, None, wg.make_barriers(SLOTS, 1), free)
     HAS_RING: gl.constexpr = ring_blocks_ptr is not None
     items = Items(
-        channel, block_table_ptr, GROUP, box_queries(GROUP), BLOCK_SIZE, HAS_WINDOW, HAS_RING
-    )
+        channel, block_table_ptr, GROUP, box_queries(GROUP, CONSUMERS), BLOCK_SIZE, DIM,
+        64 * CONSUMERS, TILE_TOKENS, HAS_WINDOW, HAS_RING,
+    )  # fmt: skip
     wanted = wg.make_barriers(1, 1)
     fence_async_shared()
     out = wg.Matrix(out_ptr, stride_out_token, stride_out_head)
     lse = wg.Matrix(lse_ptr, stride_lse_token, stride_lse_head)
     softmax = wg.make_softmax(softmax_scale, soft_cap, sinks_ptr)
-    gl.warp_specialize([
-        (_consume, (0, buffers, items, out, lse, softmax)),
-        (_consume, (1, buffers, items, out, lse, softmax)),
-        (_produce, (
-            wg.Boxes(q_desc, q_rest_desc), wg.Boxes(k_desc, k_rest_desc),
-            wg.Boxes(v_desc, v_rest_desc), buffers, items, wanted,
-        )),
-        (_schedule, (
-            items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
-            num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
-            window_ptr, sink_ptr, ring_blocks_ptr, DIM, TILE_TOKENS,
-        )),
-    ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    copied = (
+        wg.Boxes(q_desc, q_rest_desc), wg.Boxes(k_desc, k_rest_desc),
+        wg.Boxes(v_desc, v_rest_desc), buffers, items, wanted,
+    )  # fmt: skip
+    scheduled = (
+        items, wanted, ticket_ptr, stride_table_row, query_start_loc_ptr, seq_lens_ptr,
+        num_reqs, heads_ptr, num_heads, head_base_ptr, block_stride_ptr, table_offset_ptr,
+        window_ptr, sink_ptr, ring_blocks_ptr,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (0, buffers, items, out, lse, softmax)),
+            (_consume, (1, buffers, items, out, lse, softmax)),
+            (_produce, copied),
+            (_schedule, scheduled),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0, buffers, items, out, lse, softmax)),
+            (_consume, (1, buffers, items, out, lse, softmax)),
+            (_consume, (2, buffers, items, out, lse, softmax)),
+            (_produce, copied),
+            (_schedule, scheduled),
+        ], [4, 4, 1, 1], [
+            SMALL_CONSUMER_REGISTERS, SMALL_CONSUMER_REGISTERS, SMALL_PRODUCER_REGISTERS,
+            SMALL_PRODUCER_REGISTERS,
+        ])  # fmt: skip
 
 
 def describe_queries(
-    q: torch.Tensor, group: int
+    q: torch.Tensor, group: int, consumers: int
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
     """Return the queries in boxes of (query, query head) pairs and 64 dimensions, and the rest."""
-    block, rows = box_queries(group), min(group, 64)
+    block, rows = box_queries(group, consumers), min(group, 64)
     box = [64 // rows, rows] if block == 1 else [block, 1]
     _, *rest = wg.part_dims(q.shape[2])
     boxes = [
@@ -413,9 +442,10 @@ def describe_queries(
 
 def launch(call: PrefillCall, splits: PrefillSplits) -> None:
     """Launch the kernel, whose programs count in ``splits``."""
+    consumers = consumers_for(call.layout)
     launch_kernel(
         _prefill_queue_kernel, (min(call.num_pairs, device_info(call.q.device).num_sms),),
-        *call.outputs(), splits.ticket, *describe_queries(call.q, call.group),
+        *call.outputs(), splits.ticket, *describe_queries(call.q, call.group, consumers),
         *call.caches(wg.describe), *call.batch(),
-        **call.constexprs(short_window_tile(call.layout)), num_warps=4,
+        **call.constexprs(short_window_tile(call.layout)), CONSUMERS=consumers, num_warps=4,
     )  # fmt: skip

@@ -7,9 +7,10 @@ have tasks of their own, and signal each other through barriers in shared memory
     consumer 0, 4 warps    rows 0 to 63: scores, softmax, weights times V
     consumer 1, 4 warps    rows 64 to 127, on the same keys
 
-While one consumer computes its softmax, the other one multiplies. Keys go from the last tile to
-the first: the masked tiles come first, and the loop over the others has no mask. ``hopper`` and
-``hopper_queue`` add the order of tiles, ``hopper_fp8`` a group of warps that widens codes.
+While one consumer computes its softmax, the other one multiplies; small heads have three of them
+in ``hopper_queue``. Keys go from the last tile to the first: the masked tiles come first, and the
+loop over the others has no mask. ``hopper`` and ``hopper_queue`` add the order of tiles,
+``hopper_fp8`` a group of warps that widens codes.
 
 Gluon, not Triton: Triton 3.6 to 3.9 has no way to say which warps copy and which multiply, and
 its own pipelining keeps the two products of a step and the softmax in one order.
@@ -66,22 +67,24 @@ def product_layout(columns):
 
 
 @gluon.jit
-def first_tile(query_start, req, GROUP: gl.constexpr, BLOCK: gl.constexpr):
+def first_tile(
+    query_start, req, GROUP: gl.constexpr, BLOCK: gl.constexpr, TILE_ROWS: gl.constexpr
+):  # fmt: skip
     """Return a request's first tile, which leaves room for all tiles of the requests before.
 
-    A tile has whole queries (BLOCK 1) or boxes of BLOCK queries of a head; see ``QueryTile``.
+    Its TILE_ROWS are whole queries (BLOCK 1) or boxes of BLOCK queries of a head: ``QueryTile``.
     """
     if BLOCK == 1:
-        tile = query_start // (ROWS // GROUP)
+        tile = query_start // (TILE_ROWS // GROUP)
     else:
-        tile = (query_start // BLOCK + req) * GROUP // (ROWS // BLOCK)
+        tile = (query_start // BLOCK + req) * GROUP // (TILE_ROWS // BLOCK)
     return tile + req
 
 
 @gluon.jit
 def find_request(
     query_start_loc_ptr, tile, num_reqs, GROUP: gl.constexpr, BLOCK: gl.constexpr = 1,
-    LAYOUT: gl.constexpr = VECTOR,
+    TILE_ROWS: gl.constexpr = ROWS, LAYOUT: gl.constexpr = VECTOR,
 ):  # fmt: skip
     """Return the last request whose first tile does not come after ``tile``."""
     req = -1
@@ -89,7 +92,7 @@ def find_request(
         other = first + gl.arange(0, SCAN_REQS, layout=LAYOUT)
         in_batch = other < num_reqs
         query_start = gl.load(query_start_loc_ptr + other, mask=in_batch, other=0)
-        begun = in_batch & (first_tile(query_start, other, GROUP, BLOCK) <= tile)
+        begun = in_batch & (first_tile(query_start, other, GROUP, BLOCK, TILE_ROWS) <= tile)
         req += gl.sum(begun.to(gl.int32), axis=0)
     return req
 
@@ -709,7 +712,7 @@ class Consumer:
     def clear(self, at, tile, num_live, first_live, num_clears):
         """Clear a tile's values from the ``num_live``-th on, and those that a window hides.
 
-        Returns the number of clears, of which the consumers do a half each.
+        Returns the number of clears, of which the first two consumers do a half each.
         """
         TILE_TOKENS: gl.constexpr = self.buffers.keys.tiles.shape[1]
         HALF: gl.constexpr = TILE_TOKENS // 2
@@ -720,11 +723,12 @@ class Consumer:
             sink = self.window.sink - tile * TILE_TOKENS
             first_live -= tile * TILE_TOKENS
         if is_hiding:
-            half = self.buffers.values.tile(at).slice(self.PART * HALF, HALF)
-            clear_rows(half, self.PART * HALF, num_live, sink, first_live)
-            if self.buffers.values.rests is not None:
-                half = self.buffers.values.rest(at).slice(self.PART * HALF, HALF)
+            if self.PART < 2:
+                half = self.buffers.values.tile(at).slice(self.PART * HALF, HALF)
                 clear_rows(half, self.PART * HALF, num_live, sink, first_live)
+                if self.buffers.values.rests is not None:
+                    half = self.buffers.values.rest(at).slice(self.PART * HALF, HALF)
+                    clear_rows(half, self.PART * HALF, num_live, sink, first_live)
             fence_async_shared()
             mbarrier.arrive(self.buffers.cleared.index(0), count=1)
             mbarrier.wait(self.buffers.cleared.index(0), num_clears & 1)
