@@ -328,7 +328,7 @@ def test_a_rank_that_is_told_nothing_does_not_start(checkpoint, monkeypatch):
     with open(os.devnull) as file:
         start = RankStart(
             rank=1, config=file, head_policy=None, has_processors=False, port=0,
-            memory=file.fileno(), num_threads=1, timeout=1.0,
+            memory=file.fileno(), of_main_thread=True, num_threads=1, timeout=1.0,
         )  # fmt: skip
         with pytest.raises(TypeError, match="cannot pickle"):
             processes.Member.start(start)
@@ -527,9 +527,12 @@ except KeyboardInterrupt:
 
 @pytest.mark.full
 @pytest.mark.parametrize("from_stdin", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "is_stopped"),
+    [(signal.SIGINT, False), (signal.SIGKILL, False), (signal.SIGKILL, True)],
+)
 def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(
-    checkpoint, tmp_path, number, from_stdin
+    checkpoint, tmp_path, number, is_stopped, from_stdin
 ):
     """A script without a guard, from a file or from stdin, elsewhere than the package is."""
     script = tmp_path / "script.py"
@@ -544,6 +547,8 @@ def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(
         )  # fmt: skip
     with process:
         pids = json.loads(process.stdout.readline())
+        if is_stopped:
+            os.kill(pids[0], signal.SIGSTOP)
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
         output, _ = process.communicate(timeout=120)
     if number == signal.SIGINT:  # the terminal's Ctrl-C goes to all processes

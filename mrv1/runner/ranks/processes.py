@@ -200,6 +200,7 @@ class Ranks:
                 has_processors=has_processors,
                 port=store.port,
                 memory=self.memory.file_descriptor,
+                of_main_thread=threading.current_thread() is threading.main_thread(),
                 num_threads=num_threads,
                 timeout=TIMEOUT_SECONDS,
             )
