@@ -118,20 +118,15 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
         _program.grid_dim = grid
 
     def create_masked_load(
-        self,
-        ptrs: Handle,
-        mask: Handle,
-        other: Handle,
-        cache_modifier: Opaque,
-        eviction_policy: Opaque,
-        is_volatile: bool,
+        self, ptrs: Handle, mask: Handle, other: Handle, *how: Opaque
     ) -> Handle:
-        """Load; before a volatile load, which may wait for a peer, let other threads run."""
-        if is_volatile:
+        """Load; before a volatile load, which may wait for a peer, let other threads run.
+
+        ``how`` ends with ``is_volatile``, after one argument about caches in 3.9 and two before.
+        """
+        if how[-1]:
             time.sleep(0)
-        return super().create_masked_load(
-            ptrs, mask, other, cache_modifier, eviction_policy, is_volatile
-        )
+        return super().create_masked_load(ptrs, mask, other, *how)
 
     def cast_impl(self, src: Handle, dst_type: DType) -> Handle:
         """Convert between dtypes; formats kept as integers go through float32."""
