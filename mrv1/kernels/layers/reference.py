@@ -212,6 +212,8 @@ def all_reduce_norm(
 def _exchanged(rows: torch.Tensor, buffers: AllReduceBuffers) -> torch.Tensor:
     """Return ``rows`` of every rank, [ranks, rows, hidden]: all are sent to all."""
     received, num_rows = buffers.received, len(rows)
+    if not num_rows:  # nobody waits for it: a rank could be two turns ahead of another
+        return rows.expand(len(received.parts), *rows.shape)
     slot = int(buffers.turn[0])
     received.own[slot - 1].zero_()
     bits = rows.contiguous().view(received.own.dtype)
