@@ -31,6 +31,7 @@ from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedul
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import add_tensors, scale_tensors
+from tests.rank_helpers import Evens
 from tests.thread_ranks import ThreadRanks
 
 PROMPT = [5, 6, 7, 8] * 5
@@ -122,25 +123,6 @@ def test_ranks_give_the_tokens_of_one(cores, case, size, schedule):
         assert other.stop_reason == request.stop_reason
     for name in ("num_preemptions", "prefix_hit_tokens", "num_accepted_tokens", "num_steps"):
         assert several.metrics()[name] == one.metrics()[name]
-
-
-class Evens:
-    """A grammar of even tokens, which cannot be pickled; also its own matcher."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def matcher(self) -> Evens:
-        return self
-
-    def fill_bitmask(self, bitmask: np.ndarray) -> None:
-        bitmask.fill(0x55555555)
-
-    def accept(self, token_id: int) -> bool:
-        return token_id % 2 == 0
-
-    def is_finished(self) -> bool:
-        return False
 
 
 def test_grammars_logprobs_and_edits_equal_those_of_one_rank(cores):
