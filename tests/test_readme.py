@@ -28,6 +28,7 @@ FAMILY_NAMES = {
     "MixtralForCausalLM": "Mixtral",
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
+    "SmolLM3ForCausalLM": "SmolLM3",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",
@@ -90,6 +91,14 @@ def test_the_readme_names_every_model_family():
     assert FAMILY_NAMES.keys() == ARCHITECTURES.keys()
     for name in FAMILY_NAMES.values():
         assert name in models
+
+
+def test_the_page_on_vllm_names_every_family_of_text():
+    vllm = (REPO / "docs" / "vllm.md").read_text("utf-8")
+    (models,) = re.findall(r"^\| models \| those that mrv1 has, (.*?) \|$", vllm, re.M)
+    for architecture, name in FAMILY_NAMES.items():
+        is_text = ARCHITECTURES[architecture].video_time is None
+        assert (name in re.split(r"[:,] | and ", models)) == is_text, name
 
 
 def test_the_readme_states_its_name_clash_and_its_untested_gpus():

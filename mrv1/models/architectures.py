@@ -42,6 +42,8 @@ class Architecture:
     """Rope pairs (2i, 2i + 1) instead of (i, i + dim / 2)."""
     has_partial_rope: bool = False
     """Whether ``partial_rotary_factor`` says how much of a head rope turns."""
+    rope_layers: str | None = None
+    """The setting that has a 1 for each layer with rope, and a 0 for others; None = all have."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
@@ -76,6 +78,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm="head",
+        windows="layer_types",
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        model_type="smollm3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        rope_layers="no_rope_layers",
         windows="layer_types",
     ),
     "Ernie4_5ForCausalLM": Architecture(

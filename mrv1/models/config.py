@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ class ModelConfig:
     """Rotary embedding."""
     rope_interleaved: bool
     """Rope pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)."""
+    rope_layers: tuple[bool, ...] | None = None
+    """Per layer: whether rope turns its queries and keys; None = all layers."""
     layer_windows: tuple[int, ...]
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()
@@ -90,6 +93,25 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""
         return self.experts is not None and self.experts.layers[layer]
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether rope turns a layer's queries and keys."""
+        return self.rope_layers is None or self.rope_layers[layer]
+
+    def kind(self, layer: int) -> tuple[int, bool, bool]:
+        """Return what decides on a layer's kernels."""
+        return self.layer_windows[layer], self.has_experts(layer), self.has_rope(layer)
+
+    def with_layers(self, layers: Sequence[int]) -> ModelConfig:
+        """Return the configuration of a model that has only these of the layers."""
+        experts, ropes = self.experts, self.rope_layers
+        return replace(
+            self,
+            num_layers=len(layers),
+            layer_windows=tuple(self.layer_windows[i] for i in layers),
+            rope_layers=ropes and tuple(ropes[i] for i in layers),
+            experts=experts and replace(experts, layers=tuple(experts.layers[i] for i in layers)),
+        )
 
     @property
     def expert_names(self) -> ExpertNames | None:
@@ -130,6 +152,10 @@ class ModelConfig:
         if len(self.layer_windows) != self.num_layers:
             problems.append(
                 f"layer_windows: expected {self.num_layers} entries, got {len(self.layer_windows)}"
+            )
+        if self.rope_layers is not None and len(self.rope_layers) != self.num_layers:
+            problems.append(
+                f"rope_layers: expected {self.num_layers} entries, got {len(self.rope_layers)}"
             )
         if any(window != -1 and window < 1 for window in self.layer_windows):
             problems.append(f"layer_windows: expected -1 or >= 1, got {self.layer_windows}")

@@ -117,7 +117,8 @@ class DecoderModel:
             zip(layers, next_norms, caches, strict=True)
         ):
             qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o)
-            q = self._write_kv(qkv, layer, batch, rope, cache)
+            turn = rope if self.config.has_rope(index) else None
+            q = self._write_kv(qkv, layer, batch, turn, cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
@@ -367,7 +368,7 @@ class DecoderModel:
         qkv: torch.Tensor,
         layer: LayerWeights,
         batch: AttentionBatch,
-        rope: Rope,
+        rope: Rope | None,
         cache: LayerCache,
     ) -> torch.Tensor:
         """Norm and rotate queries and keys; store keys and values; return the queries."""

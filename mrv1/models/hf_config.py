@@ -83,6 +83,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     read: dict[str, Any] = {}
     for field, reader in (
         ("rope", lambda: _rope(text, head_dim, family)),
+        ("rope_layers", lambda: _rope_layers(text, family)),
         ("layer_windows", lambda: _layer_windows(text, family)),
         ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
         ("torch_dtype", lambda: _dtype(hf.dtype or text.dtype)),
@@ -147,6 +148,17 @@ def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: 
     )
 
 
+def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # noqa: ANN401
+    if family.rope_layers is None:
+        return None
+    count, given = hf.num_hidden_layers, getattr(hf, family.rope_layers)
+    if not isinstance(given, list) or len(given) < count or any(i not in (0, 1) for i in given):
+        raise ConfigError(
+            f"{family.rope_layers}: expected 1 or 0 for each of {count} layers, got {given!r}"
+        )
+    return tuple(map(bool, given[:count]))
+
+
 def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: ANN401
     """Return each layer's window; a query at p sees the keys k with p - window < k <= p."""
     num_layers: int = hf.num_hidden_layers
@@ -157,6 +169,8 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
         return (-1,) * num_layers
     if family.windows == "all_layers":
         return (window or -1,) * num_layers
+    if not getattr(hf, "use_sliding_window", True):
+        window = None
     by_type: dict[str, int | None] = {"full_attention": -1, "sliding_attention": window}
     unknown = sorted({kind for kind in hf.layer_types if by_type.get(kind) is None})
     if unknown:

@@ -135,18 +135,11 @@ class KernelSet:
         model, heads = self.model_config, self.head_policy.heads
         if self.config.kv_scale == "head" or model.vision is not None:
             return self
-        experts = model.experts
-        has_experts = (False,) * len(heads) if experts is None else experts.layers
-        each = zip(model.layer_windows, heads, has_experts, strict=True)
-        layers = sorted({kind: i for i, kind in enumerate(each)}.values())
+        kinds = {(model.kind(i), each): i for i, each in enumerate(heads)}
+        layers = sorted(kinds.values())
         return replace(
             self,
-            model_config=replace(
-                model,
-                num_layers=len(layers),
-                layer_windows=tuple(model.layer_windows[i] for i in layers),
-                experts=experts and replace(experts, layers=tuple(has_experts[i] for i in layers)),
-            ),
+            model_config=model.with_layers(layers),
             head_policy=HeadPolicy(tuple(heads[i] for i in layers)),
         )
 

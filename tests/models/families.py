@@ -22,6 +22,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 CACHE = (
@@ -42,6 +43,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "smollm3": SmolLM3Config,
 }
 """Configuration class by family name."""
 
@@ -95,8 +97,26 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Settings of a family's experts; each has a layer with them, and all but two a dense one."""
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+}
+"""Settings by family that a tiny configuration needs, or that are what the family is about."""
+
+ODD: dict[str, list[dict[str, Any]]] = {
+    "smollm3": [
+        {
+            "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+            "num_hidden_layers": 3, "no_rope_layers": [0, 1, 0, 1],
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "use_sliding_window": True, "sliding_window": 9,
+        },
+    ],
+}  # fmt: skip
+"""Every setting of a family that changes what it computes, with another value than usual."""
+
 SLIDING: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 24},
     "mixtral": {"sliding_window": 24},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24},
     "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
@@ -127,6 +147,7 @@ def tiny_config(family: str, rope: str = "default", **overrides: Any) -> Pretrai
     Every family attends to the full context unless ``**SLIDING[family]`` is among them.
     """
     settings = _TINY | {"rope_parameters": dict(ROPES[rope])} | EXPERTS.get(family, {})
+    settings |= SETTINGS.get(family, {})
     if family == "mistral":
         settings["sliding_window"] = None  # its default is 4096
     return FAMILIES[family](**(settings | overrides))

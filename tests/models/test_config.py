@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 QK_NORMS = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "vector", "glm4_moe": "head"}
 
@@ -68,6 +69,8 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
         ("qwen2", {}, (True, False, False)),
         ("qwen3", {"attention_bias": True}, (True, True, False)),
         ("ernie4_5", {"use_bias": True}, (True, True, True)),
+        ("smollm3", {"attention_bias": True}, (True, True, False)),
+        ("smollm3", {"mlp_bias": True}, (False, False, True)),
     ],
 )
 def test_biases_follow_from_the_family_and_its_settings(
@@ -92,12 +95,49 @@ def test_biases_follow_from_the_family_and_its_settings(
             SLIDING["qwen3"] | {"layer_types": ["sliding_attention", "full_attention"]},
             (24, -1),
         ),
+        ("smollm3", SLIDING["smollm3"], (-1, 24)),
+        ("smollm3", SLIDING["smollm3"] | {"use_sliding_window": False}, (-1, -1)),
     ],
 )
 def test_layer_windows_follow_from_the_sliding_window_settings(
     family: str, settings: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
     assert ModelConfig.from_hf(tiny_config(family, **settings)).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"no_rope_layer_interval": 4, "num_hidden_layers": 5}, (True, True, True, False, True)),
+        ({"no_rope_layers": [0, 1, 0]}, (False, True)),
+    ],
+)
+def test_layers_without_rope_follow_from_their_setting(
+    settings: dict[str, Any], expected: tuple[bool, ...]
+) -> None:
+    assert ModelConfig.from_hf(tiny_config("smollm3", **settings)).rope_layers == expected
+
+
+@pytest.mark.parametrize("value", [[1], [1, 2], None])
+def test_other_lists_of_layers_without_rope_are_refused(value: list[int] | None) -> None:
+    config = tiny_config("smollm3")
+    config.no_rope_layers = value
+    with pytest.raises(ConfigError, match="no_rope_layers: expected 1 or 0 for each of 2 layers"):
+        ModelConfig.from_hf(config)
+
+
+def test_a_window_that_a_configuration_both_asks_for_and_turns_off_is_refused() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    config = tiny_config("smollm3", sliding_window=24, layer_types=kinds)
+    with pytest.raises(ConfigError, match=r"expected full_attention \(sliding_window is None\)"):
+        ModelConfig.from_hf(config)
+
+
+def test_a_model_of_some_layers_keeps_what_they_are() -> None:
+    config = ModelConfig.from_hf(tiny_config("smollm3", num_hidden_layers=4, **SLIDING["smollm3"]))
+    assert [config.kind(i) for i in range(4)] == [(-1, False, True), (24, False, False)] * 2
+    few = config.with_layers([0, 3])
+    assert [few.kind(i) for i in range(2)] == [(-1, False, True), (24, False, False)]
 
 
 def test_head_dim_defaults_to_a_share_of_the_hidden_size() -> None:
@@ -297,6 +337,7 @@ def test_all_problems_are_in_one_message(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"layer_windows": (-1,)}, "layer_windows: expected 2 entries, got 1"),
+        ({"rope_layers": (True,)}, "rope_layers: expected 2 entries, got 1"),
         ({"layer_windows": (-1, 0)}, r"layer_windows: expected -1 or >= 1, got \(-1, 0\)"),
         ({"num_kv_heads": 0}, "num_kv_heads: expected >= 1, got 0"),
     ],

@@ -1,0 +1,84 @@
+"""Families with unusual settings, against transformers: every setting that counts is another one.
+
+Usual settings of every family are in the other tests of models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mrv1 import LLM, SamplingParams
+from mrv1.kernels.registry import select_ops
+from mrv1.models import ParallelContext, load_model
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import (
+    ODD,
+    expected_logits,
+    save_checkpoint,
+    tiny_checkpoint,
+    tiny_config,
+)
+from tests.models.quantizing_cache import fp8_logits
+from tests.thread_ranks import on_ranks
+
+PROMPT = [(7 * i) % 160 for i in range(40)]
+CASES = pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param(family, settings, id=f"{family}-{index}")
+        for family, several in ODD.items()
+        for index, settings in enumerate(several)
+    ],
+)
+
+
+def logits(
+    path: Path,
+    chunk: int | None,
+    parallel: ParallelContext | None = None,
+    **cache: Any,
+) -> torch.Tensor:
+    model = load_model(
+        path, device="cpu", dtype=torch.float64, ops=select_ops("reference"), progress=False,
+        parallel=parallel,
+    )  # fmt: skip
+    blocks = blocks_needed([PROMPT], 16)
+    return PagedDriver(model, block_size=16, num_blocks=blocks, **cache).logits([PROMPT], chunk)[0]
+
+
+@CASES
+def test_logits_equal_those_of_transformers(tmp_path, family, settings):
+    """Token by token, in chunks and at once, with cached keys and values of both kinds."""
+    model = save_checkpoint(tmp_path, tiny_config(family, **settings)).double()
+    expected, rounded = expected_logits(model, PROMPT), fp8_logits(model, PROMPT)
+    for chunk in (1, 24, None):
+        torch.testing.assert_close(logits(tmp_path, chunk), expected, rtol=0, atol=1e-4)
+        found = logits(tmp_path, chunk, granularity="token")
+        assert (found - rounded).abs().mean() < 1e-4 * rounded.std()  # a last bit may turn a code
+
+
+@CASES
+def test_logits_of_ranks_equal_those_of_one(tmp_path, family, settings):
+    tiny_checkpoint(tmp_path, family, **settings)
+    expected = logits(tmp_path, 24)
+    for found in on_ranks(2, lambda parallel: logits(tmp_path, 24, parallel)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@CASES
+def test_greedy_tokens_equal_those_of_transformers(tmp_path, family, settings):
+    """Of a prompt, and again, when the blocks of its prefix are cached."""
+    model = save_checkpoint(tmp_path, tiny_config(family, **settings)).double()
+    ids = list(PROMPT)
+    for _ in range(64):
+        ids.append(int(expected_logits(model, ids)[-1].argmax()))
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    with LLM(tmp_path, dtype="float64", device="cpu", num_kv_blocks=64, block_size=16) as llm:
+        for num_cached in (0, 32):
+            (output,) = llm.generate([PROMPT], params)
+            assert llm.metrics()["prefix_hit_tokens"] == num_cached
+            assert list(output.outputs[0].token_ids) == ids[len(PROMPT) :]
