@@ -29,6 +29,7 @@ FAMILY_NAMES = {
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
     "SmolLM3ForCausalLM": "SmolLM3",
+    "Olmo2ForCausalLM": "OLMo-2",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",

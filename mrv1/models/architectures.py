@@ -165,6 +165,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             has_experts=every_layer,
         ),
     ),
+    "Olmo2ForCausalLM": Architecture(
+        model_type="olmo2",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norm_order="after",
+        qk_norm="vector",
+    ),
     "Glm4MoeForCausalLM": Architecture(
         model_type="glm4_moe",
         qkv_bias="attention_bias",

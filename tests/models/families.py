@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -44,6 +45,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
     "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
 }
 """Configuration class by family name."""
 
@@ -110,6 +112,9 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
             "use_sliding_window": True, "sliding_window": 9,
         },
+    ],
+    "olmo2": [
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ],
 }  # fmt: skip
 """Every setting of a family that changes what it computes, with another value than usual."""

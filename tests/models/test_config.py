@@ -27,8 +27,15 @@ ARCHITECTURES = {
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
 }
-QK_NORMS = {"qwen3": "head", "qwen3_moe": "head", "olmoe": "vector", "glm4_moe": "head"}
+QK_NORMS = {
+    "qwen3": "head",
+    "qwen3_moe": "head",
+    "olmoe": "vector",
+    "glm4_moe": "head",
+    "olmo2": "vector",
+}
 
 
 KV_CACHE_ONLY = {

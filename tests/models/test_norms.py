@@ -1,6 +1,6 @@
-"""Norm orders and norms of queries and keys that no family of the table has yet.
+"""Norms after layers, and of queries and keys; two such families are in the table for tests only.
 
-Families that have them stand in the table for these tests. The oracle is transformers.
+The oracle is transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tests.models.families import expected_logits, save_checkpoint, tiny_config
 from tests.thread_ranks import on_ranks
 
 TABLE = {
-    "Olmo2ForCausalLM": Architecture(model_type="olmo2", norm_order="after", qk_norm="vector"),
     "Exaone4ForCausalLM": Architecture(model_type="exaone4", norm_order="after", qk_norm="head"),
     "Gemma2ForCausalLM": Architecture(model_type="gemma2", norm_order="both"),
 }
