@@ -52,12 +52,12 @@ def successor_model(
     weights = random_weights(config, device=device, dtype=dtype, seed=seed)
     weights.embed.mul_(config.hidden_size**0.5)
     for layer in weights.layers:
-        layer.o.values.mul_(LAYER_SCALE)
-        layer.down.values.mul_(LAYER_SCALE)
+        layer.o.plain.mul_(LAYER_SCALE)
+        layer.down.plain.mul_(LAYER_SCALE)
     order = np.random.default_rng(seed).permutation(config.vocab_size)  # one cycle of all tokens
     successor = np.empty_like(order)
     successor[order] = np.roll(order, -1)
-    weights.lm_head.values[torch.from_numpy(successor).to(device)] = weights.embed
+    weights.lm_head.plain[torch.from_numpy(successor).to(device)] = weights.embed
     model = DecoderModel(config, weights, select_ops(kernel_path(device)))
     return model, successor.tolist()
 

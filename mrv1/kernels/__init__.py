@@ -24,6 +24,7 @@ from mrv1.kernels.cache.kv_scales import KVScales as KVScales
 from mrv1.kernels.experts.contracts import Routing as Routing
 from mrv1.kernels.layers.contracts import AllReduceBuffers as AllReduceBuffers
 from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
+from mrv1.kernels.layers.quantized import QuantizedWeight as QuantizedWeight
 from mrv1.kernels.registry import MODULE_OF_OP, launcher
 from mrv1.kernels.sampling.contracts import BadWords as BadWords
 from mrv1.kernels.sampling.contracts import History as History
@@ -52,6 +53,7 @@ else:
         "PageFormat",
         "PrefillSplits",
         "QKNorm",
+        "QuantizedWeight",
         "RequestSlots",
         "Rope",
         "Routing",

@@ -228,7 +228,7 @@ class DecoderModel:
         **fused: Any,  # noqa: ANN401 - arguments of linear
     ) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` and ``linear``'s extras, however weights are stored."""
-        return self._ops.linear(x, weight.dense(), bias, deterministic=self.deterministic, **fused)
+        return self._ops.linear(x, weight.matrix, bias, deterministic=self.deterministic, **fused)
 
     def _linear(
         self,
@@ -246,7 +246,7 @@ class DecoderModel:
             norm_weight=None if self._norms_ahead(x) else norm_weight,
             eps=self.config.rms_norm_eps,
             activation=activation,
-            prefetch=next_weight.values,
+            prefetch=next_weight.prefetched,
         )
 
     def _add(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
@@ -18,31 +19,35 @@ HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A linear layer's matrix and bias; with scales, it is computed anew for every product."""
+    """A linear layer's matrix and bias."""
 
-    values: torch.Tensor
-    """[out, in], in the model's dtype; with scales, numbers of any dtype."""
+    matrix: torch.Tensor | QuantizedWeight
+    """[out, in], in the model's dtype, or codes with scales."""
     bias: torch.Tensor | None = None
     """[out], in the model's dtype; None = none."""
-    scales: torch.Tensor | None = None
-    """[out, groups], in the model's dtype: factors of in / groups neighbours each; None = none."""
 
     @property
     def shape(self) -> torch.Size:
         """[out, in]."""
-        return self.values.shape
+        return self.matrix.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the matrix that ``dense`` returns."""
-        return self.values.dtype if self.scales is None else self.scales.dtype
+        """The model's dtype."""
+        return self.matrix.dtype
 
-    def dense(self) -> torch.Tensor:
-        """Return the matrix ``[out, in]``: ``values`` itself, or ``values * scales``, rounded."""
-        if self.scales is None:
-            return self.values
-        groups: torch.Tensor = self.values.unflatten(1, (self.scales.shape[1], -1)).float()
-        return (groups * self.scales[:, :, None]).flatten(1).to(self.dtype)
+    @property
+    def plain(self) -> torch.Tensor:
+        """``matrix`` in the model's dtype; ValueError: it is quantized."""
+        if isinstance(self.matrix, QuantizedWeight):
+            raise ValueError(f"weight: expected a plain matrix, got {self.matrix.code} codes")
+        return self.matrix
+
+    @property
+    def prefetched(self) -> torch.Tensor:
+        """What a product reads of the matrix, but for scales."""
+        matrix = self.matrix
+        return matrix.codes if isinstance(matrix, QuantizedWeight) else matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +105,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """A whole decoder; the values of ``lm_head`` are ``embed`` itself where the two are tied."""
+    """A whole decoder; the matrix of ``lm_head`` is ``embed`` itself where the two are tied."""
 
     embed: torch.Tensor
     """[vocab, hidden]."""
@@ -239,7 +244,7 @@ def empty_weights(
         if place.columns is None:
             return empty(rows)
         bias = empty(rows) if place.has_bias else None
-        return Weight(values=empty(rows, place.columns), bias=bias)
+        return Weight(matrix=empty(rows, place.columns), bias=bias)
 
     def layer(index: int) -> LayerWeights:
         places = _layer_places(config, index)
@@ -255,7 +260,7 @@ def empty_weights(
         embed=embed,
         layers=tuple(map(layer, range(config.num_layers))),
         final_norm=empty(config.hidden_size),
-        lm_head=Weight(values=head),
+        lm_head=Weight(matrix=head),
     )
 
 
@@ -263,7 +268,7 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
     """Return the tensor or view that each tensor of a checkpoint fills; a tied head has none."""
     tensors = {EMBED: weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
-        tensors[HEAD] = weights.lm_head.values
+        tensors[HEAD] = weights.lm_head.plain
     for index, layer in enumerate(weights.layers):
         if layer.experts is not None:
             tensors |= _expert_tensors(config, layer.experts, f"model.layers.{index}")
@@ -272,7 +277,7 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
             is_vector = place.columns is None
             for name, num_rows in place.parts.items():
                 stored, rows = f"model.layers.{index}.{name}", slice(start, start + num_rows)
-                tensors[f"{stored}.weight"] = (filled if is_vector else filled.values)[rows]
+                tensors[f"{stored}.weight"] = (filled if is_vector else filled.plain)[rows]
                 if place.has_bias:
                     tensors[f"{stored}.bias"] = filled.bias[rows]
                 start += num_rows

@@ -95,7 +95,7 @@ def held_bytes(llm: LLM) -> list[tuple[int, int]]:
 
     def of(runner: ModelRunner) -> tuple[int, int]:
         weights = runner.model.weights
-        tensors = [weights.embed, *(layer.qkv.values for layer in weights.layers)]
+        tensors = [weights.embed, *(layer.qkv.plain for layer in weights.layers)]
         return (
             sum(each.untyped_storage().nbytes() for each in tensors),
             runner.kv_cache.allocated_bytes,

@@ -160,4 +160,4 @@ def test_random_weights_on_a_gpu_repeat_with_the_seed(device: torch.device) -> N
         random_weights(config, device=device, dtype=torch.bfloat16, seed=3) for _ in range(2)
     )
     assert first.embed.device.type == "cuda"
-    assert torch.equal(first.layers[1].down.values, second.layers[1].down.values)
+    assert torch.equal(first.layers[1].down.plain, second.layers[1].down.plain)

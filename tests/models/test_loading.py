@@ -83,9 +83,9 @@ def test_projections_are_fused_in_order(single: Path) -> None:
     layer = load(single).layers[1]
     file = load_file(single / "model.safetensors")
     parts = [file[f"model.layers.1.self_attn.{p}_proj.weight"] for p in "qkv"]
-    assert torch.equal(layer.qkv.values, torch.cat(parts))
+    assert torch.equal(layer.qkv.plain, torch.cat(parts))
     parts = [file[f"model.layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up")]
-    assert torch.equal(layer.gate_up.values, torch.cat(parts))
+    assert torch.equal(layer.gate_up.plain, torch.cat(parts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -182,13 +182,13 @@ def tied(tmp_path: Path) -> Path:
 
 def test_tied_head_is_the_embedding(tied: Path) -> None:
     weights = load(tied)
-    assert weights.lm_head.values is weights.embed
+    assert weights.lm_head.plain is weights.embed
 
 
 def test_tied_head_may_be_stored_too(tied: Path) -> None:
     rewrite(tied / "model.safetensors", lambda t: t.update({HEAD: t[EMBED].clone()}))
     weights = load(tied)
-    assert weights.lm_head.values is weights.embed
+    assert weights.lm_head.plain is weights.embed
 
 
 @pytest.mark.parametrize("shape", [(160, 64), (160, 32)])
@@ -216,7 +216,7 @@ def test_a_tied_head_stored_alone_is_the_embedding(tied: Path, sharded: bool) ->
     again = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32)
     assert torch.equal(again.get_input_embeddings().weight, expected)
     weights = load(tied)
-    assert weights.lm_head.values is weights.embed
+    assert weights.lm_head.plain is weights.embed
     assert torch.equal(weights.embed, expected)
     config = ModelConfig.from_pretrained(tied)
     parts = [

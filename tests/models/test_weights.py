@@ -10,6 +10,7 @@ import torch
 from mrv1 import kernels
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
+from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.registry import MODULE_OF_OP, select_ops
 from mrv1.models import DecoderModel, ModelConfig, ParallelContext, Weight, random_weights
 from mrv1.models.weights import checkpoint_tensors
@@ -57,9 +58,16 @@ def test_a_model_multiplies_by_codes_and_scales_as_by_their_products(groups: int
             codes = torch.randint(-127, 128, layer.qkv.shape, generator=generator).to(torch.int8)
             scales = torch.rand(len(codes), groups, generator=generator) / 500
             dense = codes.float() * scales.repeat_interleave(codes.shape[1] // groups, 1)
+            matrix = QuantizedWeight(
+                code="int8",
+                codes=codes,
+                dtype=torch.float32,
+                scales=scales,
+                inputs_per_scale=codes.shape[1] // groups,
+            )
             stored = {
-                "dense": Weight(values=dense, bias=layer.qkv.bias),
-                "scaled": Weight(values=codes, bias=layer.qkv.bias, scales=scales),
+                "dense": Weight(matrix=dense, bias=layer.qkv.bias),
+                "scaled": Weight(matrix=matrix, bias=layer.qkv.bias),
             }
             assert stored[kind].dtype == torch.float32
             layers.append(replace(layer, qkv=stored[kind]))

@@ -37,6 +37,7 @@ from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_reg
 from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
+from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.layers.rms_norm import rms_norm
 from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
@@ -60,7 +61,7 @@ inputs at a time, in any order, are added to the sum."""
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -81,6 +82,7 @@ def linear(
         x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
         weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. Read before earlier launches
             have ended: none that may still run may write it, ``bias`` or a norm's weight.
+            A ``QuantizedWeight`` of x's dtype is multiplied as its ``dense`` matrix.
         bias: ``[out]``, x's dtype, contiguous.
         norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
         eps: added to the mean square in both norms.
@@ -118,6 +120,8 @@ def linear(
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dense()
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
     added = (bias, norm_weight, residual, activation, normed_out)

@@ -18,6 +18,7 @@ from mrv1.kernels.layers.contracts import (
     FeatureRows,
     check_features,
 )
+from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
 
@@ -82,7 +83,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 @counted
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None = None,
     *,
     norm_weight: torch.Tensor | None = None,
@@ -99,6 +100,8 @@ def linear(
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.linear`; it has no splits to keep."""
     check_leaves(leaves, deterministic=deterministic)
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.dense()
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if deterministic:

@@ -86,7 +86,7 @@ def test_options_of_several_ranks_are_taken_or_refused_by_name():
 def test_each_rank_has_its_part_of_weights_and_cache(engine):
     def parts(worker) -> Any:
         model, cache = worker._runner.model, worker._runner.kv_cache
-        heads = model.weights.layers[0].qkv.values
+        heads = model.weights.layers[0].qkv.plain
         return heads.float(), cache.num_blocks, tuple(cache.layers[0].k.shape)
 
     stored = load_file(checkpoint_dir("tiny") / "model.safetensors")
