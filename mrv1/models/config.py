@@ -79,6 +79,10 @@ class ModelConfig:
     """Rope pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)."""
     rope_layers: tuple[bool, ...] | None = None
     """Per layer: whether rope turns its queries and keys; None = all layers."""
+    embed_scale: float | None = None
+    """Factor of embeddings; None = 1."""
+    softmax_scale: float | None = None
+    """Factor of attention's scores; None = ``head_dim**-0.5``."""
     layer_windows: tuple[int, ...]
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()

@@ -50,7 +50,7 @@ class DecoderModel:
         self._ops = ops
         self._parallel = parallel or ParallelContext()
         self.deterministic = deterministic
-        self.softmax_scale = config.head_dim**-0.5
+        self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         vision = config.vision
@@ -164,6 +164,7 @@ class DecoderModel:
             mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
             first_id=parallel.rank * len(embed) if parallel.size > 1 else None,
+            scale=self.config.embed_scale,
         )
         norm = self.weights.layers[0].input_norm
         if parallel.peers is not None:

@@ -26,6 +26,7 @@ def cases(target: Target) -> list[AotCase]:
         _embed_tokens(torch.bfloat16, 4096, overlap, features=True),
         _embed_tokens(torch.float32, 8192, overlap, features=True),
         _embed_tokens(torch.bfloat16, 8192, overlap, first_id=64128),
+        _embed_tokens(torch.bfloat16, 4096, overlap, scale=64.0),
         _add_features(torch.bfloat16, 2560, overlap),
         _add_features(torch.float32, 8192, overlap),
         _scatter_segments(overlap),
@@ -60,18 +61,20 @@ def _embed_tokens(
     mrope_section: tuple[int | None, int | None, int | None] = (None, None, None),
     features: bool = False,
     first_id: int | None = None,
+    scale: float | None = None,
 ) -> AotCase:
     int32 = pointer(INT32)
     table, float32, int64 = pointer(dtype), pointer(torch.float32), pointer(INT64)
     return AotCase(
         name=f"embed_tokens-{hidden_size}-{str(dtype).removeprefix('torch.')}"
         + ("-features" if features else "")
-        + ("" if first_id is None else "-part"),
+        + ("" if first_id is None else "-part")
+        + ("" if scale is None else "-scaled"),
         kernel=_embed_tokens_kernel,
         args=(
             *(table, float32, int64, int64, 64, table, float32),
             *((table, hidden_size, int32, int32) if features else (None, 0, None, None)),
-            *(first_id, 64128, 33, hidden_size, 128),
+            *(first_id, 64128, scale, 33, hidden_size, 128),
         ),
         constexprs={
             "TILE_TOKENS": 1,

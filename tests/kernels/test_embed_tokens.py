@@ -14,29 +14,37 @@ from tests.kernels.elementwise import DTYPES, normal, seeds, tiles
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 
+scales = st.sampled_from([None, 0.75, 55.5])
+
+
+def scaled(embed: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return embed if scale is None else (embed.float() * scale).to(embed.dtype)
+
+
 @given(
     num_tokens=st.sampled_from([0, 1, 2, 33]),
     vocab=st.sampled_from([1, 7, 300]),
     hidden_size=st.sampled_from([1, 48, 64, 200]),
     rotary_dim=st.sampled_from([2, 20, 128]),
     mrope=st.sampled_from([None, False, True]),
+    scale=scales,
     dtype=st.sampled_from(DTYPES),
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
 def test_embeddings_and_angles_equal_the_table_rows(
-    device, num_tokens, vocab, hidden_size, rotary_dim, mrope, dtype, as_on_gpu, seed
+    device, num_tokens, vocab, hidden_size, rotary_dim, mrope, scale, dtype, as_on_gpu, seed
 ):
     generator = torch.Generator().manual_seed(seed)
     ids, positions = (torch.randint(vocab, (num_tokens,), generator=generator) for _ in range(2))
     embed = normal((vocab, hidden_size), dtype, "cpu", seed)
     embed[0, 0] = torch.nan
     cos_sin = normal((vocab, rotary_dim), torch.float32, "cpu", seed + 1)
-    options, angles = {}, cos_sin[positions]
+    options, angles = {"scale": scale}, cos_sin[positions]
     if mrope is not None:
         quarter = rotary_dim // 8
         section = (rotary_dim // 2 - 2 * quarter, quarter, quarter)
-        options = {"mrope_section": section, "mrope_interleaved": mrope}
+        options |= {"mrope_section": section, "mrope_interleaved": mrope}
         positions = torch.randint(vocab, (3, num_tokens), generator=generator)
         axes = _axes(section, interleaved=mrope) * 2  # of cosines, then of sines
         for column, axis in enumerate(axes):
@@ -45,7 +53,7 @@ def test_embeddings_and_angles_equal_the_table_rows(
     with tiles("embed_tokens", as_on_gpu=as_on_gpu):
         got = kernels.embed_tokens(*(argument.to(device) for argument in arguments), **options)
     for result, want in (
-        (got, (embed[ids], angles)),
+        (got, (scaled(embed, scale)[ids], angles)),
         (got, reference.embed_tokens(*arguments, **options)),
     ):
         for a, b in zip(result, want, strict=True):
@@ -65,6 +73,7 @@ def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
 
 @given(
     sources=st.lists(st.integers(-1, 4), max_size=33),
+    scale=scales,
     num_more=st.integers(0, 3),
     is_read=st.booleans(),
     hidden_size=st.sampled_from([1, 48, 200]),
@@ -72,7 +81,7 @@ def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
     as_on_gpu=st.booleans(),
 )
 def test_features_replace_the_embeddings_of_their_tokens(
-    device, sources, num_more, is_read, hidden_size, dtype, as_on_gpu
+    device, sources, scale, num_more, is_read, hidden_size, dtype, as_on_gpu
 ):
     """A plain loop over tokens: a source, none (-1), and tokens after the last source."""
     num_tokens = len(sources) + num_more
@@ -84,14 +93,14 @@ def test_features_replace_the_embeddings_of_their_tokens(
     want = [
         rows[sources[token]]
         if is_read and token < len(sources) and sources[token] >= 0
-        else embed[ids[token]]
+        else scaled(embed, scale)[ids[token]]
         for token in range(num_tokens)
     ]
     for ops, where in ((kernels, device), (reference, torch.device("cpu"))):
         features = kernels.FeatureRows(rows.to(where), source.to(where), count.to(where))
         arguments = [argument.to(where) for argument in (ids, embed, ids, cos_sin)]
         with tiles("embed_tokens", as_on_gpu=as_on_gpu):
-            hidden, angles = ops.embed_tokens(*arguments, features=features)
+            hidden, angles = ops.embed_tokens(*arguments, features=features, scale=scale)
         assert [row.tolist() for row in hidden.cpu()] == [row.tolist() for row in want]
         assert torch.equal(angles.cpu(), cos_sin[ids])
 
@@ -100,12 +109,13 @@ def test_features_replace_the_embeddings_of_their_tokens(
     num_tokens=st.sampled_from([1, 2, 33]),
     num_ranks=st.integers(1, 4),
     num_features=st.integers(0, 3),
+    scale=scales,
     dtype=st.sampled_from(DTYPES),
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
 def test_parts_of_the_vocabulary_add_up_to_the_embeddings(
-    device, num_tokens, num_ranks, num_features, dtype, as_on_gpu, seed
+    device, num_tokens, num_ranks, num_features, scale, dtype, as_on_gpu, seed
 ):
     """Bit by bit, zeros' signs included; features come from the rank that has the token's id."""
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +126,7 @@ def test_parts_of_the_vocabulary_add_up_to_the_embeddings(
     rows, cos_sin = normal((3, 48), dtype, "cpu", seed + 1), normal((1, 2), torch.float32, "cpu")
     source = torch.arange(num_features, dtype=torch.int32)
     count = torch.tensor([num_features], dtype=torch.int32)
-    want = embed[ids]
+    want = scaled(embed, scale)[ids]
     want[:num_features] = rows[: min(num_features, num_tokens)]
     for ops, where in ((kernels, device), (reference, torch.device("cpu"))):
         features = kernels.FeatureRows(rows.to(where), source.to(where), count.to(where))
@@ -125,7 +135,7 @@ def test_parts_of_the_vocabulary_add_up_to_the_embeddings(
             arguments = [each.to(where) for each in (ids, part, torch.zeros_like(ids), cos_sin)]
             with tiles("embed_tokens", as_on_gpu=as_on_gpu):
                 hidden, _ = ops.embed_tokens(
-                    *arguments, features=features, first_id=rank * num_rows
+                    *arguments, features=features, first_id=rank * num_rows, scale=scale
                 )
             total += hidden.cpu()
         word = torch.int16 if dtype.itemsize == 2 else torch.int32

@@ -1,6 +1,6 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
-hidden[i] = embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]].
+hidden[i] = scale * embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]].
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def _embed_tokens_kernel(
     num_sources_ptr,  # [1] int32, or None
     first_id,  # of the first row of embed, or None
     num_ids,  # rows of embed
+    scale,  # of embeddings, or None
     num_tokens,
     hidden_size,
     rotary_dim,
@@ -82,9 +83,13 @@ def _embed_tokens_kernel(
         feature_ptr = feature_rows_ptr + source * stride_feature_rows + col
         feature = tl.load(feature_ptr, mask=mask & is_feature, other=0.0)
         row = tl.load(row_ptr + col, mask=mask & is_here & (source < 0), other=0.0)
+        if scale is not None:
+            row = (row.to(tl.float32) * scale).to(row.dtype)
         row = tl.where(is_feature, feature, row)
     else:
         row = tl.load(row_ptr + col, mask=mask & is_here, other=0.0)
+        if scale is not None:
+            row = (row.to(tl.float32) * scale).to(row.dtype)
     if first_id is not None:
         row = tl.where(is_here, row, row * -1.0)  # Triton takes a literal -0.0 for 0.0
     angle_mask = is_token & (angle_col < rotary_dim)
@@ -103,6 +108,7 @@ def embed_tokens(
     mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
     first_id: int | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
 
@@ -117,6 +123,7 @@ def embed_tokens(
         features: rows that replace some tokens' rows of ``embed``; None = none do.
         first_id: id of the first row of ``embed``, a rank's part of the vocabulary. A token of
             another part gets a row of -0.0, which changes no sum. None = ``embed`` has all ids.
+        scale: factor of the rows of ``embed``, but not of features; None = 1.
 
     Returns:
         ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
@@ -124,7 +131,8 @@ def embed_tokens(
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics: elements are moved, never converted; exact (tier A).
+    Numerics: elements are moved, never converted; exact (tier A). A product with ``scale``, which
+        is taken in float32, is rounded once.
     Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
     """
     check_tensor("embed", embed, shape=(None, None), dtype=FLOAT_DTYPES, contiguous=True)
@@ -149,7 +157,7 @@ def embed_tokens(
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
         *(hidden, angles, input_ids, positions, positions.stride(0), embed, cos_sin),
         *feature_arguments(features),
-        *(first_id, embed.shape[0]),
+        *(first_id, embed.shape[0], scale),
         *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
         TILE_TOKENS=tile_tokens,
         TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),

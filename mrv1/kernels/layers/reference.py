@@ -144,6 +144,7 @@ def embed_tokens(
     mrope_interleaved: bool = False,
     features: FeatureRows | None = None,
     first_id: int | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.embed_tokens`."""
     check_features(features, embed)
@@ -153,6 +154,8 @@ def embed_tokens(
         is_elsewhere = (ids < 0) | (ids >= len(embed))
         ids = ids.masked_fill(is_elsewhere, 0)
     hidden = torch.nn.functional.embedding(ids, embed)
+    if scale is not None:
+        hidden = (wide(hidden) * scale).to(embed.dtype)
     if features is not None:
         tokens, rows = _tokens_with_features(features, hidden)
         hidden[tokens] = rows[:, : embed.shape[1]]
