@@ -28,6 +28,7 @@ FAMILY_NAMES = {
     "MixtralForCausalLM": "Mixtral",
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
+    "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo-2",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",

@@ -88,6 +88,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         rope_layers="no_rope_layers",
         windows="layer_types",
     ),
+    "SeedOssForCausalLM": Architecture(
+        model_type="seed_oss",
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
     "Ernie4_5ForCausalLM": Architecture(
         model_type="ernie4_5",
         qkv_bias="use_bias",

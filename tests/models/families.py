@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -44,6 +45,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
 }
@@ -105,6 +107,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Settings by family that a tiny configuration needs, or that are what the family is about."""
 
 ODD: dict[str, list[dict[str, Any]]] = {
+    "seed_oss": [
+        {
+            "attention_bias": False, "attention_out_bias": True, "mlp_bias": True,
+            "tie_word_embeddings": True, "head_dim": 48,
+        },
+        {"attention_bias": True, "head_dim": None},
+    ],
     "smollm3": [
         {
             "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,

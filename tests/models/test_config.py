@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
 }
@@ -78,6 +79,9 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
         ("ernie4_5", {"use_bias": True}, (True, True, True)),
         ("smollm3", {"attention_bias": True}, (True, True, False)),
         ("smollm3", {"mlp_bias": True}, (False, False, True)),
+        ("seed_oss", {}, (True, False, False)),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, (False, True, False)),
+        ("seed_oss", {"mlp_bias": True}, (True, False, True)),
     ],
 )
 def test_biases_follow_from_the_family_and_its_settings(

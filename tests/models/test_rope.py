@@ -24,6 +24,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
+from transformers.models.seed_oss import modeling_seed_oss as seed_oss
 from transformers.models.smollm3 import modeling_smollm3 as smollm3
 
 from mrv1.errors import ConfigError
@@ -210,6 +211,7 @@ ROTARY = {
     "qwen3": qwen3.Qwen3RotaryEmbedding,
     "ernie4_5": ernie4_5.Ernie4_5RotaryEmbedding,
     "smollm3": smollm3.SmolLM3RotaryEmbedding,
+    "seed_oss": seed_oss.SeedOssRotaryEmbedding,
     "qwen2_vl": qwen2_vl.Qwen2VLRotaryEmbedding,
     "qwen2_5_vl": qwen2_5_vl.Qwen2_5_VLRotaryEmbedding,
     "qwen3_vl": qwen3_vl.Qwen3VLTextRotaryEmbedding,
