@@ -20,6 +20,7 @@ MAX_LINES = 150
 FAMILY_NAMES = {
     "LlamaForCausalLM": "Llama",
     "MistralForCausalLM": "Mistral",
+    "MinistralForCausalLM": "Ministral",
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
     "Ernie4_5ForCausalLM": "ERNIE-4.5",

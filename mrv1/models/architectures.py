@@ -68,6 +68,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="mistral",
         windows="all_layers",
     ),
+    "MinistralForCausalLM": Architecture(
+        model_type="ministral",
+        windows="layer_types",
+    ),
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2",
         qkv_bias=True,

@@ -13,6 +13,7 @@ from transformers import (
     Ernie4_5Config,
     Glm4MoeConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -45,6 +46,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "ministral": MinistralConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
@@ -102,11 +104,18 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """Settings of a family's experts; each has a layer with them, and all but two a dense one."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},  # its default is 4096
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 """Settings by family that a tiny configuration needs, or that are what the family is about."""
 
 ODD: dict[str, list[dict[str, Any]]] = {
+    "ministral": [
+        {
+            "sliding_window": 9, "head_dim": 48, "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ],
     "seed_oss": [
         {
             "attention_bias": False, "attention_out_bias": True, "mlp_bias": True,
@@ -130,6 +139,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
 
 SLIDING: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
+    "ministral": {"sliding_window": 24},
     "smollm3": {"use_sliding_window": True, "sliding_window": 24},
     "mixtral": {"sliding_window": 24},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 24},
@@ -162,8 +172,6 @@ def tiny_config(family: str, rope: str = "default", **overrides: Any) -> Pretrai
     """
     settings = _TINY | {"rope_parameters": dict(ROPES[rope])} | EXPERTS.get(family, {})
     settings |= SETTINGS.get(family, {})
-    if family == "mistral":
-        settings["sliding_window"] = None  # its default is 4096
     return FAMILIES[family](**(settings | overrides))
 
 

@@ -73,12 +73,16 @@ def test_logits_of_ranks_equal_those_of_one(tmp_path, family, settings):
 def test_greedy_tokens_equal_those_of_transformers(tmp_path, family, settings):
     """Of a prompt, and again, when the blocks of its prefix are cached."""
     model = save_checkpoint(tmp_path, tiny_config(family, **settings)).double()
-    ids = list(PROMPT)
-    for _ in range(64):
-        ids.append(int(expected_logits(model, ids)[-1].argmax()))
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
     with LLM(tmp_path, dtype="float64", device="cpu", num_kv_blocks=64, block_size=16) as llm:
-        for num_cached in (0, 32):
-            (output,) = llm.generate([PROMPT], params)
-            assert llm.metrics()["prefix_hit_tokens"] == num_cached
-            assert list(output.outputs[0].token_ids) == ids[len(PROMPT) :]
+        tokens, cached = (
+            list(llm.generate([PROMPT], greedy(count))[0].outputs[0].token_ids)
+            for count in (64, 8)
+        )
+        assert llm.metrics()["prefix_hit_tokens"] == 32
+    expected = expected_logits(model, PROMPT + tokens)[len(PROMPT) - 1 : -1].argmax(-1)
+    assert tokens == expected.tolist()
+    assert cached == tokens[:8]
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)

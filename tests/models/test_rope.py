@@ -18,6 +18,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral import modeling_ministral as ministral
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen2_5_vl
@@ -212,6 +213,7 @@ ROTARY = {
     "ernie4_5": ernie4_5.Ernie4_5RotaryEmbedding,
     "smollm3": smollm3.SmolLM3RotaryEmbedding,
     "seed_oss": seed_oss.SeedOssRotaryEmbedding,
+    "ministral": ministral.MinistralRotaryEmbedding,
     "qwen2_vl": qwen2_vl.Qwen2VLRotaryEmbedding,
     "qwen2_5_vl": qwen2_5_vl.Qwen2_5_VLRotaryEmbedding,
     "qwen3_vl": qwen3_vl.Qwen3VLTextRotaryEmbedding,
