@@ -32,6 +32,7 @@ FAMILY_NAMES = {
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo-2",
+    "Olmo3ForCausalLM": "OLMo-3",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",

@@ -44,6 +44,8 @@ class Architecture:
     """Whether ``partial_rotary_factor`` says how much of a head rope turns."""
     rope_layers: str | None = None
     """The setting that has a 1 for each layer with rope, and a 0 for others; None = all have."""
+    has_window_rope: bool = False
+    """Whether ``rope_parameters`` has one rope for layers with a window and one for the others."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
@@ -181,6 +183,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         o_bias="attention_bias",
         norm_order="after",
         qk_norm="vector",
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        model_type="olmo3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        norm_order="after",
+        qk_norm="vector",
+        has_window_rope=True,
+        windows="layer_types",
     ),
     "Glm4MoeForCausalLM": Architecture(
         model_type="glm4_moe",

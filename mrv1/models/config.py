@@ -75,6 +75,8 @@ class ModelConfig:
     """Where a layer's RMS norms are."""
     rope: RopeConfig
     """Rotary embedding."""
+    window_rope: RopeConfig | None = None
+    """Rotary embedding of layers with a window; None = ``rope``."""
     rope_interleaved: bool
     """Rope pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)."""
     rope_layers: tuple[bool, ...] | None = None

@@ -53,6 +53,9 @@ class DecoderModel:
         self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
+        rope, self._window_cos_sin = config.window_rope, None
+        if rope is not None:
+            self._window_cos_sin = cos_sin_table(rope, config.max_model_len, self.device)
         vision = config.vision
         self._num_deepstack_layers = 0 if vision is None else vision.num_deepstack_layers
         self._sum_buffers: dict[torch.dtype, AllReduceBuffers] = {}
@@ -112,13 +115,12 @@ class DecoderModel:
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden, x, cos_sin = self._embed(batch)
-        rope = Rope(cos_sin, interleaved=self.config.rope_interleaved)
+        ropes = self._ropes(batch, cos_sin)
         for index, (layer, next_norm, cache) in enumerate(
             zip(layers, next_norms, caches, strict=True)
         ):
             qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o)
-            turn = rope if self.config.has_rope(index) else None
-            q = self._write_kv(qkv, layer, batch, turn, cache)
+            q = self._write_kv(qkv, layer, batch, ropes[index], cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
@@ -135,6 +137,18 @@ class DecoderModel:
                 self._ops.add_features(hidden, batch.features, first_column)
             x = self._add(hidden, activated, down, layer.mlp_out_norm, next_norm)
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
+
+    def _ropes(self, batch: AttentionBatch, cos_sin: torch.Tensor) -> list[Rope | None]:
+        """Return the rope of each layer, given the tokens' rows of the table of most layers."""
+        config = self.config
+        rope = window_rope = Rope(cos_sin, interleaved=config.rope_interleaved)
+        if self._window_cos_sin is not None:
+            rows = self._window_cos_sin.index_select(0, batch.positions)
+            window_rope = Rope(rows, interleaved=config.rope_interleaved)
+        return [
+            (rope if window == -1 else window_rope) if config.has_rope(index) else None
+            for index, window in enumerate(config.layer_windows)
+        ]
 
     def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
         """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``."""

@@ -82,7 +82,8 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         problems.append(f"hidden_act: expected 'silu', got {text.hidden_act!r}")
     read: dict[str, Any] = {}
     for field, reader in (
-        ("rope", lambda: _rope(text, head_dim, family)),
+        ("rope", lambda: _rope(text, head_dim, family, "full_attention")),
+        ("window_rope", lambda: _window_rope(text, head_dim, family)),
         ("rope_layers", lambda: _rope_layers(text, family)),
         ("layer_windows", lambda: _layer_windows(text, family)),
         ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
@@ -131,11 +132,14 @@ def _flag(hf: Any, setting: bool | str) -> bool:  # noqa: ANN401
     return bool(getattr(hf, setting)) if isinstance(setting, str) else setting
 
 
-def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: ANN401
+def _rope(hf: Any, head_dim: int, family: Architecture, kind: str) -> RopeConfig:  # noqa: ANN401
+    """Return the rope of layers of a kind, as ``layer_types`` names it."""
     # As transformers' models do before they compute frequencies: while the object was made, it did
     # not have original_max_position_embeddings of the file's top level yet.
     hf.standardize_rope_params()
     parameters = hf.rope_parameters
+    if family.has_window_rope and isinstance(parameters, Mapping):
+        parameters = parameters.get(kind)
     is_one = isinstance(parameters, Mapping) and "rope_type" in parameters
     if not is_one or any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError(f"rope_parameters: expected one rope for all layers, got {parameters!r}")
@@ -146,6 +150,12 @@ def _rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig:  # noqa: 
         mrope=family.mrope,
         may_be_partial=family.has_partial_rope,
     )
+
+
+def _window_rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig | None:  # noqa: ANN401
+    if not family.has_window_rope or "sliding_attention" not in hf.layer_types:
+        return None
+    return _rope(hf, head_dim, family, "sliding_attention")
 
 
 def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # noqa: ANN401

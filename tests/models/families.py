@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -50,6 +51,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
 }
 """Configuration class by family name."""
 
@@ -103,8 +105,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Settings of a family's experts; each has a layer with them, and all but two a dense one."""
 
+WINDOW_ROPES = ("olmo3",)
+"""Families with another rope in layers with a window."""
+WINDOW_ROPE = {"rope_type": "default", "rope_theta": 700.0}
+"""That of their tiny configurations."""
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},  # its default is 4096
+    "olmo3": {"layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
 }
 """Settings by family that a tiny configuration needs, or that are what the family is about."""
@@ -134,10 +142,22 @@ ODD: dict[str, list[dict[str, Any]]] = {
     "olmo2": [
         {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ],
+    "olmo3": [
+        {
+            "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "rope_parameters": {
+                "full_attention": ROPES["yarn"] | {"attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
+            },
+        },
+    ],
 }  # fmt: skip
 """Every setting of a family that changes what it computes, with another value than usual."""
 
 SLIDING: dict[str, dict[str, Any]] = {
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "mistral": {"sliding_window": 24},
     "ministral": {"sliding_window": 24},
     "smollm3": {"use_sliding_window": True, "sliding_window": 24},
@@ -171,8 +191,15 @@ def tiny_config(family: str, rope: str = "default", **overrides: Any) -> Pretrai
     Every family attends to the full context unless ``**SLIDING[family]`` is among them.
     """
     settings = _TINY | {"rope_parameters": dict(ROPES[rope])} | EXPERTS.get(family, {})
+    if family in WINDOW_ROPES:
+        ropes = {"full_attention": dict(ROPES[rope]), "sliding_attention": dict(WINDOW_ROPE)}
+        settings["rope_parameters"] = ropes
     settings |= SETTINGS.get(family, {})
-    return FAMILIES[family](**(settings | overrides))
+    settings |= overrides
+    if "layer_types" in settings:  # in turn
+        kinds, count = settings["layer_types"], settings["num_hidden_layers"]
+        settings["layer_types"] = [kinds[i % len(kinds)] for i in range(count)]
+    return FAMILIES[family](**settings)
 
 
 def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:

@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
 }
 QK_NORMS = {
     "qwen3": "head",
@@ -37,6 +38,7 @@ QK_NORMS = {
     "olmoe": "vector",
     "glm4_moe": "head",
     "olmo2": "vector",
+    "olmo3": "vector",
 }
 
 
