@@ -29,6 +29,7 @@ FAMILY_NAMES = {
     "MixtralForCausalLM": "Mixtral",
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
+    "GraniteForCausalLM": "Granite 3",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Olmo2ForCausalLM": "OLMo-2",

@@ -46,6 +46,8 @@ class Architecture:
     """The setting that has a 1 for each layer with rope, and a 0 for others; None = all have."""
     has_window_rope: bool = False
     """Whether ``rope_parameters`` has one rope for layers with a window and one for the others."""
+    has_multipliers: bool = False
+    """Whether settings scale embeddings, attention's scores, what layers add, and logits."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
@@ -93,6 +95,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias="mlp_bias",
         rope_layers="no_rope_layers",
         windows="layer_types",
+    ),
+    "GraniteForCausalLM": Architecture(
+        model_type="granite",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        has_multipliers=True,
     ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",

@@ -83,6 +83,13 @@ class ModelConfig:
     """Per layer: whether rope turns its queries and keys; None = all layers."""
     embed_scale: float | None = None
     """Factor of embeddings; None = 1."""
+    scales_features: bool = False
+    """Whether features that replace embeddings have that factor, too."""
+    residual_scale: float = 1.0
+    """Factor of what each layer adds. The decoder keeps the sum divided by it, which saves the
+    products: ``embed_scale`` is divided by it already."""
+    logits_divisor: float = 1.0
+    """Logits are divided by it."""
     softmax_scale: float | None = None
     """Factor of attention's scores; None = ``head_dim**-0.5``."""
     layer_windows: tuple[int, ...]

@@ -51,6 +51,8 @@ class DecoderModel:
         self._parallel = parallel or ParallelContext()
         self.deterministic = deterministic
         self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
+        self._sum_eps = config.rms_norm_eps / config.residual_scale**2
+        """Of norms of the residual sum, which is divided by ``residual_scale``."""
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         rope, self._window_cos_sin = config.window_rope, None
@@ -154,7 +156,8 @@ class DecoderModel:
         """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``."""
         lm_head, wide = self.weights.lm_head, torch.promote_types(hidden_rows.dtype, torch.float32)
         logits = hidden_rows.new_empty((len(hidden_rows), lm_head.shape[0]), dtype=wide)
-        logits = self._parallel.all_gather(self._multiply(hidden_rows, lm_head, out=logits))
+        self.compute_shard(hidden_rows, logits)
+        logits = self._parallel.all_gather(logits)
         if logits.shape[1] == self.config.vocab_size:
             return logits
         return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
@@ -162,6 +165,8 @@ class DecoderModel:
     def compute_shard(self, hidden_rows: torch.Tensor, out: torch.Tensor) -> None:
         """Write this rank's shard of the logits, ``[rows, vocab_rows]`` float32, padding too."""
         self._multiply(hidden_rows, self.weights.lm_head, out=out)
+        if self.config.logits_divisor != 1:
+            out /= self.config.logits_divisor
 
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tokens' embeddings, the first layer's input, and the tokens' rope.
@@ -179,6 +184,7 @@ class DecoderModel:
             features=batch.features,
             first_id=parallel.rank * len(embed) if parallel.size > 1 else None,
             scale=self.config.embed_scale,
+            scales_features=self.config.scales_features,
         )
         norm = self.weights.layers[0].input_norm
         if parallel.peers is not None:
@@ -213,7 +219,7 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Write the sum over ranks with peers' memory to ``out``; return its norm, if any."""
         normed = None if norm_weight is None else torch.empty_like(out)
-        eps = self.config.rms_norm_eps
+        eps = self._sum_eps
         self._sum(partial, out=out, norm_weight=norm_weight, eps=eps, normed_out=normed, **fused)
         return out if normed is None else normed
 
@@ -227,7 +233,7 @@ class DecoderModel:
         return hidden.shape[0] > 1 or self.deterministic or self._parallel.peers is not None
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self._ops.rms_norm(hidden, weight, self.config.rms_norm_eps)
+        return self._ops.rms_norm(hidden, weight, self._sum_eps)
 
     def _norm_ahead(self, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """Return the input of ``_linear``: ``norm(hidden)`` if ``_norms_ahead``, else hidden."""
@@ -259,7 +265,7 @@ class DecoderModel:
             weight,
             weight.bias,
             norm_weight=None if self._norms_ahead(x) else norm_weight,
-            eps=self.config.rms_norm_eps,
+            eps=self._sum_eps,
             activation=activation,
             prefetch=next_weight.prefetched,
         )
@@ -279,7 +285,7 @@ class DecoderModel:
         No kernel norms a product before it is added: a layer with ``out_norm`` needs more of them.
         Return ``hidden`` as ``_norm_ahead`` does with ``next_norm``; if ``normed``, its norm.
         """
-        eps = self.config.rms_norm_eps
+        eps = self._sum_eps
         next_norm = next_norm if normed or self._norms_ahead(hidden) else None
         if out_norm is None and not self._parallel.sums_partials:
             normed_out = None if next_norm is None else torch.empty_like(hidden)
@@ -315,7 +321,7 @@ class DecoderModel:
             bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
             added = self._parallel.all_reduce(self._multiply(x, weight, bias, leaves=self._leaves))
         if out_norm is not None:
-            added = self._norm(added, out_norm)
+            added = self._ops.rms_norm(added, out_norm, self.config.rms_norm_eps)
         if next_norm is not None:
             return self._ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
@@ -361,7 +367,7 @@ class DecoderModel:
             activated, experts.down.movedim(1, 0), ids, deterministic=deterministic
         )
         next_norm = next_norm if self._norms_ahead(hidden) else None
-        eps = self.config.rms_norm_eps
+        eps = self._sum_eps
         if not self._parallel.sums_partials:
             normed = None if next_norm is None else torch.empty_like(hidden)
             ops.combine_experts(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +35,14 @@ def raise_problems(where: str, problems: Sequence[str]) -> None:
         raise ConfigError(f"{where}: {problems[0]}")
     if problems:
         raise ConfigError(f"{where}: {len(problems)} problems\n  - " + "\n  - ".join(problems))
+
+
+def not_positive(settings: Mapping[str, Any], where: str = "") -> list[str]:
+    """Return a problem for each setting that is not a number > 0; ``where`` is before its name."""
+    return [
+        f"{where}{name}: expected a number > 0, got {value!r}"
+        for name, value in settings.items()
+        if isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not 0 < value <= sys.float_info.max
+    ]

@@ -10,7 +10,7 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, Architecture
 from mrv1.models.experts import experts_config
-from mrv1.models.files import raise_problems
+from mrv1.models.files import not_positive, raise_problems
 from mrv1.models.rope import RopeConfig
 from mrv1.models.vision import vision_config
 
@@ -86,6 +86,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         ("window_rope", lambda: _window_rope(text, head_dim, family)),
         ("rope_layers", lambda: _rope_layers(text, family)),
         ("layer_windows", lambda: _layer_windows(text, family)),
+        ("multipliers", lambda: _multipliers(text, family)),
         ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
         ("torch_dtype", lambda: _dtype(hf.dtype or text.dtype)),
         ("experts", lambda: family.experts and experts_config(text, family.experts)),
@@ -96,6 +97,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
             problems.append(str(error))
     raise_problems("model config", problems)
     return {
+        **read.pop("multipliers"),
         **read,
         "architecture": name,
         "vocab_size": text.vocab_size,
@@ -167,6 +169,26 @@ def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # n
             f"{family.rope_layers}: expected 1 or 0 for each of {count} layers, got {given!r}"
         )
     return tuple(map(bool, given[:count]))
+
+
+def _multipliers(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN401
+    """Return the fields that scale, of a family that has settings for them."""
+    if not family.has_multipliers:
+        return {}
+    names = (
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
+    )  # fmt: skip
+    values = [getattr(hf, name) for name in names]
+    if problems := not_positive(dict(zip(names, values, strict=True))):
+        raise ConfigError("; ".join(problems))
+    embed, attention, residual, logits = map(float, values)
+    return {
+        "embed_scale": embed / residual,
+        "scales_features": True,
+        "softmax_scale": attention,
+        "residual_scale": residual,
+        "logits_divisor": logits,
+    }
 
 
 def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: ANN401

@@ -19,7 +19,6 @@ evaluated: at position 100,000 one unit in the last place of a frequency turns t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -27,6 +26,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.files import not_positive
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -110,14 +110,14 @@ class RopeConfig:
         original = settings.get("original_max_position_embeddings")
         if rope_type == "yarn" and settings["factor"] is None and original:
             settings["factor"] = max_position_embeddings / original
-        problems = _not_positive(settings)
+        problems = not_positive(settings, "rope_parameters.")
         if rope_type == "yarn":
             optional, more = _yarn_settings(parameters)
             settings |= optional
             problems += more
         share = parameters.get("partial_rotary_factor")
         if share not in (None, 1, 1.0):
-            if may_be_partial and not _not_positive({"": share}) and share < 1:
+            if may_be_partial and not not_positive({"": share}) and share < 1:
                 rotary_dim = int(rotary_dim * share)
             else:
                 expected = "a number in (0, 1]" if may_be_partial else "1.0"
@@ -142,17 +142,6 @@ class RopeConfig:
         return cls(rope_type=rope_type, theta=theta, rotary_dim=rotary_dim, **settings)
 
 
-def _not_positive(settings: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each setting that is not a number > 0."""
-    return [
-        f"rope_parameters.{name}: expected a number > 0, got {value!r}"
-        for name, value in settings.items()
-        if isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 < value <= sys.float_info.max
-    ]
-
-
 def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None:
     """Return the setting if it is three integers."""
     match parameters.get("mrope_section"):
@@ -169,7 +158,7 @@ def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[
         if (value := parameters.get(name)) is not None
         and (value != 0 or name not in _ZERO_IS_UNSET)
     }
-    problems = _not_positive(settings)
+    problems = not_positive(settings, "rope_parameters.")
     truncate = parameters.get("truncate")
     if truncate is not None:
         settings["truncate"] = truncate

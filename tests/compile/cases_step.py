@@ -27,6 +27,7 @@ def cases(target: Target) -> list[AotCase]:
         _embed_tokens(torch.float32, 8192, overlap, features=True),
         _embed_tokens(torch.bfloat16, 8192, overlap, first_id=64128),
         _embed_tokens(torch.bfloat16, 4096, overlap, scale=64.0),
+        _embed_tokens(torch.bfloat16, 4096, overlap, features=True, scale=54.5, all_scaled=True),
         _add_features(torch.bfloat16, 2560, overlap),
         _add_features(torch.float32, 8192, overlap),
         _scatter_segments(overlap),
@@ -62,6 +63,7 @@ def _embed_tokens(
     features: bool = False,
     first_id: int | None = None,
     scale: float | None = None,
+    all_scaled: bool = False,
 ) -> AotCase:
     int32 = pointer(INT32)
     table, float32, int64 = pointer(dtype), pointer(torch.float32), pointer(INT64)
@@ -84,6 +86,7 @@ def _embed_tokens(
             "HEIGHT_PAIRS": mrope_section[1],
             "WIDTH_PAIRS": mrope_section[2],
             "MROPE_INTERLEAVED": False,
+            "SCALES_FEATURES": all_scaled,
             "OVERLAP": overlap,
         },
         num_warps=4,

@@ -74,6 +74,7 @@ def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
 @given(
     sources=st.lists(st.integers(-1, 4), max_size=33),
     scale=scales,
+    scales_features=st.booleans(),
     num_more=st.integers(0, 3),
     is_read=st.booleans(),
     hidden_size=st.sampled_from([1, 48, 200]),
@@ -81,7 +82,7 @@ def _axes(section: tuple[int, int, int], *, interleaved: bool) -> list[int]:
     as_on_gpu=st.booleans(),
 )
 def test_features_replace_the_embeddings_of_their_tokens(
-    device, sources, scale, num_more, is_read, hidden_size, dtype, as_on_gpu
+    device, sources, scale, scales_features, num_more, is_read, hidden_size, dtype, as_on_gpu
 ):
     """A plain loop over tokens: a source, none (-1), and tokens after the last source."""
     num_tokens = len(sources) + num_more
@@ -91,7 +92,7 @@ def test_features_replace_the_embeddings_of_their_tokens(
     source = torch.tensor([*sources, *[99] * 3], dtype=torch.int32)  # past the count: not read
     count = torch.tensor([len(sources) if is_read else 0], dtype=torch.int32)
     want = [
-        rows[sources[token]]
+        scaled(rows, scale if scales_features else None)[sources[token]]
         if is_read and token < len(sources) and sources[token] >= 0
         else scaled(embed, scale)[ids[token]]
         for token in range(num_tokens)
@@ -100,7 +101,9 @@ def test_features_replace_the_embeddings_of_their_tokens(
         features = kernels.FeatureRows(rows.to(where), source.to(where), count.to(where))
         arguments = [argument.to(where) for argument in (ids, embed, ids, cos_sin)]
         with tiles("embed_tokens", as_on_gpu=as_on_gpu):
-            hidden, angles = ops.embed_tokens(*arguments, features=features, scale=scale)
+            hidden, angles = ops.embed_tokens(
+                *arguments, features=features, scale=scale, scales_features=scales_features
+            )
         assert [row.tolist() for row in hidden.cpu()] == [row.tolist() for row in want]
         assert torch.equal(angles.cpu(), cos_sin[ids])
 

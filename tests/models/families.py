@@ -12,6 +12,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Glm4MoeConfig,
+    GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -47,6 +48,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "granite": GraniteConfig,
     "ministral": MinistralConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
@@ -111,13 +113,24 @@ WINDOW_ROPE = {"rope_type": "default", "rope_theta": 700.0}
 """That of their tiny configurations."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+        "logits_scaling": 1.25,
+    },
     "mistral": {"sliding_window": None},  # its default is 4096
     "olmo3": {"layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
-}
+}  # fmt: skip
 """Settings by family that a tiny configuration needs, or that are what the family is about."""
 
 ODD: dict[str, list[dict[str, Any]]] = {
+    "granite": [
+        {
+            "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,
+            "embedding_multiplier": 12, "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22, "logits_scaling": 8, "rms_norm_eps": 1e-2,
+        },
+    ],
     "ministral": [
         {
             "sliding_window": 9, "head_dim": 48, "tie_word_embeddings": True,

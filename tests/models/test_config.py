@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "granite": "GraniteForCausalLM",
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -82,6 +83,8 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
         ("ernie4_5", {"use_bias": True}, (True, True, True)),
         ("smollm3", {"attention_bias": True}, (True, True, False)),
         ("smollm3", {"mlp_bias": True}, (False, False, True)),
+        ("granite", {"attention_bias": True}, (True, True, False)),
+        ("granite", {"mlp_bias": True}, (False, False, True)),
         ("seed_oss", {}, (True, False, False)),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, (False, True, False)),
         ("seed_oss", {"mlp_bias": True}, (True, False, True)),
@@ -150,6 +153,16 @@ def test_a_window_that_a_configuration_both_asks_for_and_turns_off_is_refused() 
     kinds = ["full_attention", "sliding_attention"]
     config = tiny_config("smollm3", sliding_window=24, layer_types=kinds)
     with pytest.raises(ConfigError, match=r"expected full_attention \(sliding_window is None\)"):
+        ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, 10**400])
+def test_multipliers_that_are_no_numbers_above_0_are_refused(value: object) -> None:
+    config = tiny_config("granite")
+    for name in ("residual_multiplier", "logits_scaling"):
+        setattr(config, name, value)
+    expected = "residual_multiplier: expected a number > 0, .*logits_scaling: expected a number"
+    with pytest.raises(ConfigError, match=expected):
         ModelConfig.from_hf(config)
 
 

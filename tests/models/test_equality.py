@@ -169,9 +169,9 @@ def configs(draw: st.DrawFn) -> PretrainedConfig:
         "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
     }
     bias = draw(st.booleans())
-    if family in ("llama", "qwen3", "smollm3"):
+    if family in ("llama", "qwen3", "smollm3", "granite"):
         overrides["attention_bias"] = bias
-    if family in ("llama", "smollm3"):
+    if family in ("llama", "smollm3", "granite"):
         overrides["mlp_bias"] = draw(st.booleans())
     if family == "ernie4_5":
         overrides["use_bias"] = bias

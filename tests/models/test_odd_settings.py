@@ -5,6 +5,7 @@ Usual settings of every family are in the other tests of models.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from mrv1 import LLM, SamplingParams
+from mrv1.kernels import FeatureRows
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ParallelContext, load_model
-from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.driver import PagedDriver, Request, blocks_needed
 from tests.models.families import (
     ODD,
     expected_logits,
@@ -82,6 +84,23 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path, family, settings):
     expected = expected_logits(model, PROMPT + tokens)[len(PROMPT) - 1 : -1].argmax(-1)
     assert tokens == expected.tolist()
     assert cached == tokens[:8]
+
+
+def test_granite_scales_features_as_transformers_scales_embeddings(tmp_path):
+    model = save_checkpoint(tmp_path, tiny_config("granite", **ODD["granite"][0])).double()
+    embeds = model.get_input_embeddings().weight[PROMPT].detach().clone()
+    embeds[3:6] = torch.arange(3 * 64, dtype=torch.float64).view(3, 64).sin()
+    with torch.no_grad():
+        expected = model(inputs_embeds=embeds[None]).logits[0]
+    decoder = load_model(
+        tmp_path, device="cpu", dtype=torch.float64, ops=select_ops("reference"), progress=False
+    )
+    driver = PagedDriver(decoder, block_size=16, num_blocks=3)
+    source = torch.tensor([-1, -1, -1, 0, 1, 2], dtype=torch.int32)
+    features = FeatureRows(embeds[3:6].clone(), source, torch.tensor([6], dtype=torch.int32))
+    batch = replace(driver.batch([Request(PROMPT)], [40]), features=features)
+    found = decoder.compute_logits(decoder.forward(batch, driver.caches)[:40])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
 def greedy(count: int) -> SamplingParams:

@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.ernie4_5 import modeling_ernie4_5 as ernie4_5
+from transformers.models.granite import modeling_granite as granite
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.ministral import modeling_ministral as ministral
@@ -214,6 +215,7 @@ ROTARY = {
     "smollm3": smollm3.SmolLM3RotaryEmbedding,
     "seed_oss": seed_oss.SeedOssRotaryEmbedding,
     "ministral": ministral.MinistralRotaryEmbedding,
+    "granite": granite.GraniteRotaryEmbedding,
     "qwen2_vl": qwen2_vl.Qwen2VLRotaryEmbedding,
     "qwen2_5_vl": qwen2_5_vl.Qwen2_5_VLRotaryEmbedding,
     "qwen3_vl": qwen3_vl.Qwen3VLTextRotaryEmbedding,

@@ -1,6 +1,7 @@
 """The model's first op: look up the tokens' rows of the embedding and of rope's table.
 
-hidden[i] = scale * embed[input_ids[i]], or a row of features; angles[i] = cos_sin[positions[i]].
+hidden[i] = scale * embed[input_ids[i]], or a row of features, perhaps times scale;
+angles[i] = cos_sin[positions[i]].
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ def _embed_tokens_kernel(
     HEIGHT_PAIRS: tl.constexpr,
     WIDTH_PAIRS: tl.constexpr,
     MROPE_INTERLEAVED: tl.constexpr,
+    SCALES_FEATURES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (cdiv(num_tokens, TILE_TOKENS),): one program moves whole rows."""
@@ -83,9 +85,12 @@ def _embed_tokens_kernel(
         feature_ptr = feature_rows_ptr + source * stride_feature_rows + col
         feature = tl.load(feature_ptr, mask=mask & is_feature, other=0.0)
         row = tl.load(row_ptr + col, mask=mask & is_here & (source < 0), other=0.0)
+        if SCALES_FEATURES:
+            row = tl.where(is_feature, feature, row)
         if scale is not None:
             row = (row.to(tl.float32) * scale).to(row.dtype)
-        row = tl.where(is_feature, feature, row)
+        if not SCALES_FEATURES:
+            row = tl.where(is_feature, feature, row)
     else:
         row = tl.load(row_ptr + col, mask=mask & is_here, other=0.0)
         if scale is not None:
@@ -109,6 +114,7 @@ def embed_tokens(
     features: FeatureRows | None = None,
     first_id: int | None = None,
     scale: float | None = None,
+    scales_features: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows of ``embed`` at ``input_ids`` and the rows of ``cos_sin`` at ``positions``.
 
@@ -123,7 +129,8 @@ def embed_tokens(
         features: rows that replace some tokens' rows of ``embed``; None = none do.
         first_id: id of the first row of ``embed``, a rank's part of the vocabulary. A token of
             another part gets a row of -0.0, which changes no sum. None = ``embed`` has all ids.
-        scale: factor of the rows of ``embed``, but not of features; None = 1.
+        scale: factor of the rows of ``embed``; None = 1.
+        scales_features: whether it is also that of features.
 
     Returns:
         ([tokens, hidden] of embed's dtype, [tokens, rotary_dim] float32), both allocated here.
@@ -166,6 +173,7 @@ def embed_tokens(
         HEIGHT_PAIRS=height,
         WIDTH_PAIRS=width,
         MROPE_INTERLEAVED=mrope_interleaved,
+        SCALES_FEATURES=scales_features,
         num_warps=4,
         **overlap_options(device),
     )

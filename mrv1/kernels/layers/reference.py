@@ -145,6 +145,7 @@ def embed_tokens(
     features: FeatureRows | None = None,
     first_id: int | None = None,
     scale: float | None = None,
+    scales_features: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.embed_tokens`."""
     check_features(features, embed)
@@ -154,11 +155,15 @@ def embed_tokens(
         is_elsewhere = (ids < 0) | (ids >= len(embed))
         ids = ids.masked_fill(is_elsewhere, 0)
     hidden = torch.nn.functional.embedding(ids, embed)
-    if scale is not None:
-        hidden = (wide(hidden) * scale).to(embed.dtype)
+    factor = torch.full_like(
+        hidden[:, :1], 1.0 if scale is None else scale, dtype=wide(hidden).dtype
+    )
     if features is not None:
         tokens, rows = _tokens_with_features(features, hidden)
         hidden[tokens] = rows[:, : embed.shape[1]]
+        if not scales_features:
+            factor[tokens] = 1.0
+    hidden = (wide(hidden) * factor).to(embed.dtype)
     hidden.masked_fill_(is_elsewhere[:, None], -0.0)
     if mrope_section is None:
         return hidden, cos_sin.index_select(0, positions)
