@@ -250,3 +250,35 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 """Supported checkpoints by the name in their ``architectures``."""
+
+MISSING: dict[str, tuple[str, ...]] = {
+    "state-space layers": (
+        "bamba", "falcon-h1", "falcon_h1", "falcon_mamba", "granitehybrid", "jamba", "mamba",
+        "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "zamba", "zamba2",
+    ),
+    "linear-attention layers": (
+        "arwkv7", "bailing_hybrid", "kimi-linear", "kimi_linear", "minimax", "olmo_hybrid",
+        "qwen35", "qwen35moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+        "qwen3_next", "qwen3next", "rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "xlstm",
+    ),
+    "recurrent layers": ("recurrent_gemma",),
+    "short-convolution layers": ("lfm2", "lfm2_moe", "lfm2moe"),
+    "multi-head latent attention (MLA)": (
+        "deepseek2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm-dsa", "glm4_moe_lite",
+        "glm_moe_dsa", "kimi_k2", "longcat_flash", "minicpm3", "mistral4",
+    ),
+    "an encoder beside the decoder": (
+        "bart", "longt5", "mbart", "mt5", "pegasus", "switch_transformers",
+        "t5", "t5gemma", "umt5", "whisper",
+    ),
+    "queries scaled by their position": ("llama4", "llama4_text", "ministral3", "mistral3"),
+}  # fmt: skip
+"""What mrv1 lacks, and the models that need it: ``model_type`` or GGUF's architecture."""
+
+
+def missing_feature(*model_types: object) -> str:
+    """Return what a model of these types needs that mrv1 lacks, to end a message; "" = unknown."""
+    for feature, names in MISSING.items():
+        if any(name in names for name in model_types):
+            return f": it needs {feature}, which mrv1 lacks"
+    return ""

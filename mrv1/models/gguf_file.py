@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.architectures import missing_feature
 from mrv1.models.gguf_vocab import TOKENS, Vocabulary
 from mrv1.models.rope import RopeConfig, attention_factor, inverse_frequencies
 
@@ -133,7 +134,7 @@ class GGUFFile:
         if self.architecture not in FAMILIES:
             raise ConfigError(
                 f"general.architecture: expected one of {', '.join(FAMILIES)}, "
-                f"got {self.architecture!r}"
+                f"got {self.architecture!r}{missing_feature(self.architecture)}"
             )
         keys = [key for key in self._fields if key.startswith("tokenizer.")]
         self.vocabulary = Vocabulary({key: self._field(key) for key in keys})

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.models.architectures import ARCHITECTURES, Architecture
+from mrv1.models.architectures import ARCHITECTURES, Architecture, missing_feature
 from mrv1.models.experts import experts_config
 from mrv1.models.files import not_positive, raise_problems
 from mrv1.models.rope import RopeConfig
@@ -57,12 +57,14 @@ def _only_kv_cache(quantization: object) -> bool:
 def architecture_name(raw: Mapping[str, Any]) -> str:
     """Return the key in ``ARCHITECTURES``, if need be by ``model_type``; ConfigError: none."""
     listed, model_type = raw.get("architectures"), raw.get("model_type")
+    text = raw.get("text_config")
+    of_text = text.get("model_type") if isinstance(text, Mapping) else None
     for name, architecture in ARCHITECTURES.items():
         if listed == [name] or (not listed and architecture.model_type == model_type):
             return name
     raise ConfigError(
         f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {listed} "
-        f"(model_type {model_type!r})"
+        f"(model_type {model_type!r}){missing_feature(model_type, of_text)}"
     )
 
 

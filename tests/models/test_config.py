@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import GPT2Config, MistralConfig, Qwen2Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from mrv1.errors import ConfigError
-from mrv1.models import ModelConfig
+from mrv1.models import ModelConfig, architectures
+from mrv1.models.architectures import MISSING
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_config
 
 ARCHITECTURES = {
@@ -349,6 +351,29 @@ def test_unsupported_settings_are_refused_and_named(
     with pytest.raises(ConfigError, match=message) as caught:
         ModelConfig.from_pretrained(write_config(tmp_path, **changes))
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("feature", "model_type"),
+    [(feature, model_type) for feature, types in MISSING.items() for model_type in types],
+)
+def test_a_feature_that_is_missing_is_named(tmp_path: Path, feature: str, model_type: str) -> None:
+    """As the model's own type, and as that of the text model within."""
+    content = {"architectures": ["X"], "model_type": model_type}
+    for raw in (content, {"architectures": ["X"], "model_type": "x", "text_config": content}):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(ConfigError) as caught:
+            ModelConfig.from_pretrained(tmp_path)
+        assert str(caught.value).endswith(f": it needs {feature}, which mrv1 lacks")
+
+
+def test_names_of_missing_features_are_spelt_as_models_spell_them() -> None:
+    gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
+    known = {*CONFIG_MAPPING_NAMES, *gguf.MODEL_ARCH_NAMES.values(), "kimi_k2", "plamo2"}
+    known |= {"bailing_hybrid", "kimi_linear"}  # transformers 5.16 lacks them
+    assert {name for names in MISSING.values() for name in names} <= known
+    supported = {each.model_type for each in architectures.ARCHITECTURES.values()}
+    assert supported.isdisjoint(name for names in MISSING.values() for name in names)
 
 
 def test_all_problems_are_in_one_message(tmp_path: Path) -> None:
