@@ -17,6 +17,9 @@ from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import cos_sin_table
 from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
 
+LEAF_BYTES = 2**29
+"""Most bytes of deterministic products with experts that are kept at the same time."""
+
 
 class DecoderModel:
     """A decoder-only transformer over a paged KV cache.
@@ -310,12 +313,10 @@ class DecoderModel:
             added = self._sum(partial, bias=weight.bias, out=torch.empty_like(hidden))
         elif self.deterministic and self._parallel.size > 1:
             added = self._parallel.sum_in_order(self._partial(x, weight))
-            for addend in (weight.bias, hidden if out_norm is None else None):
-                if addend is not None:
-                    added += addend.to(added.dtype)
+            if weight.bias is not None:
+                added += weight.bias.to(added.dtype)
             if out_norm is None:
-                hidden.copy_(added)
-                return hidden if next_norm is None else self._norm(hidden, next_norm)
+                return self._add_wide(hidden, added, next_norm)
             added = added.to(hidden.dtype)
         else:
             bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
@@ -326,6 +327,13 @@ class DecoderModel:
             return self._ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
         return hidden
+
+    def _add_wide(
+        self, hidden: torch.Tensor, added: torch.Tensor, next_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add to ``hidden`` what is not rounded yet; return as ``_add``."""
+        hidden.copy_(added + hidden.to(added.dtype))
+        return hidden if next_norm is None else self._norm(hidden, next_norm)
 
     @property
     def _leaves(self) -> int | None:
@@ -363,26 +371,62 @@ class DecoderModel:
             x, experts.gate_up.movedim(1, 0), ids, activation="silu_and_mul",
             deterministic=deterministic,
         )  # fmt: skip
-        products = ops.expert_linear(
-            activated, experts.down.movedim(1, 0), ids, deterministic=deterministic
-        )
         next_norm = next_norm if self._norms_ahead(hidden) else None
-        eps = self._sum_eps
-        if not self._parallel.sums_partials:
+        parallel, eps = self._parallel, self._sum_eps
+        if not parallel.sums_partials:
             normed = None if next_norm is None else torch.empty_like(hidden)
-            ops.combine_experts(
-                products, weights, residual=hidden, out=hidden,
+            self._combine(
+                activated, experts, ids, weights, residual=hidden, out=hidden,
                 norm_weight=next_norm, eps=eps, normed_out=normed,
             )  # fmt: skip
             return hidden if normed is None else normed
-        partial = ops.combine_experts(products, weights)
-        if self._parallel.peers is not None:
+        dtype = torch.promote_types(hidden.dtype, torch.float32) if deterministic else hidden.dtype
+        partial = torch.empty_like(hidden, dtype=dtype)
+        self._combine(activated, experts, ids, weights, out=partial)
+        if parallel.peers is not None:
             return self._sum_and_norm(partial, next_norm, out=hidden, residual=hidden)
-        added = self._parallel.all_reduce(partial)
+        if deterministic:
+            return self._add_wide(hidden, parallel.sum_in_order(partial), next_norm)
+        added = parallel.all_reduce(partial)
         if next_norm is not None:
             return ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
         return hidden
+
+    def _combine(
+        self,
+        activated: torch.Tensor,
+        experts: ExpertWeights,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        **into: Any,  # noqa: ANN401 - arguments of combine_experts
+    ) -> None:
+        """Multiply by ``experts.down``, and add up each token's products, as combine_experts.
+
+        Deterministic products are of leaves, hence several for each pair, in float32: those of
+        4,096 tokens would take gigabytes. So some tokens follow others, which changes no bits.
+        """
+        num_tokens, num_chosen = ids.shape
+        at_once = max(num_tokens, 1)
+        if self._leaves is not None:
+            of_token = self._leaves * num_chosen * self.config.hidden_size * 4
+            at_once = max(LEAF_BYTES // of_token // 16, 1) * 16  # slices are aligned alike
+        for first in range(0, num_tokens, at_once):
+            tokens = slice(first, first + at_once)
+            products = self._ops.expert_linear(
+                activated[first * num_chosen : (first + at_once) * num_chosen],
+                experts.down.movedim(1, 0),
+                ids[tokens],
+                deterministic=self.deterministic,
+                leaves=self._leaves,
+                num_shared=experts.num_shared,
+            )
+            rows = {
+                name: value[tokens]
+                for name, value in into.items()
+                if name in ("residual", "out", "normed_out") and value is not None
+            }
+            self._ops.combine_experts(products, weights[tokens], **(into | rows))
 
     def _write_kv(
         self,

@@ -133,6 +133,8 @@ class ParallelContext:
             "head_dim * num_attention_heads": config.head_dim * config.num_q_heads,
             "intermediate_size": config.intermediate_size,
         }
+        if config.experts is not None:
+            inputs["the width of an expert"] = config.experts.intermediate_size
         problems = [
             f"expected a multiple of {MOST_LEAVES} as {name} with deterministic=True, got {count}"
             for name, count in inputs.items()
@@ -142,10 +144,6 @@ class ParallelContext:
             problems.append(
                 "expected 1 with deterministic=True where a norm is over the heads of all ranks, "
                 f"got {self.size}"
-            )
-        if config.experts is not None:
-            problems.append(
-                f"expected 1 with deterministic=True for a model with experts, got {self.size}"
             )
         return problems
 

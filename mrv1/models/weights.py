@@ -67,6 +67,11 @@ class ExpertWeights:
     down: torch.Tensor
     """[hidden, experts, intermediate]."""
 
+    @property
+    def num_shared(self) -> int:
+        """Shared experts."""
+        return self.gate_up.shape[1] - len(self.router)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:

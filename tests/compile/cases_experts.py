@@ -36,8 +36,12 @@ def cases(target: Target) -> list[AotCase]:
         *(_products(target, shape, dtype, pairs, is_gated=is_gated)
           for shape in SHAPES for dtype in DTYPES
           for pairs in (8, 256, 2048, 65_536) for is_gated in (True, False)),
+        *(_products(target, shape, dtype, 2048, is_gated=False, leaves=leaves)
+          for shape in SHAPES for dtype in DTYPES for leaves in (1, 8)),
         *(_combination(target, dtype, has_norm=has_norm)
           for dtype in DTYPES for has_norm in (True, False)),
+        _combination(target, torch.bfloat16, has_norm=True, leaves=8),
+        _combination(target, torch.float32, has_norm=False, leaves=4),
     ]  # fmt: skip
 
 
@@ -100,23 +104,24 @@ def _sort(target: Target) -> AotCase:
 
 
 def _products(
-    target: Target, name: str, dtype: torch.dtype, pairs: int, *, is_gated: bool
-) -> AotCase:
+    target: Target, name: str, dtype: torch.dtype, pairs: int, *, is_gated: bool,
+    leaves: int | None = None,
+) -> AotCase:  # fmt: skip
     hidden, width, experts, chosen = SHAPES[name]
     num_in, num_out = (hidden, width) if is_gated else (width, hidden)
     config = ExpertConfig.default_for(
         pairs,
         experts,
-        num_in,
+        num_in // (leaves or 1),
         dtype,
         is_gated=is_gated,
-        deterministic=False,
+        deterministic=leaves is not None,
         has_room=target.capability in LARGE_SHARED_MEMORY,
     )
     half = experts * width * hidden if is_gated else 0
     weight = (pointer(dtype), width * hidden if is_gated else width, half)
     weight += (num_in if is_gated else experts * width,)
-    data = (pointer(dtype), pointer(dtype), num_in, *weight)
+    data = (FLOAT32 if leaves else pointer(dtype), pointer(dtype), num_in, *weight)
     common = {
         "PAIRS_PER_ROW": chosen if is_gated else 1,
         "IN": num_in,
@@ -128,12 +133,18 @@ def _products(
         "OVERLAP": target.has_dependent_launch,
     }
     label = f"{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}"
+    label += f"-leaves{leaves}" if leaves else ""
     if config.is_sorted:
         return AotCase(
             name=f"sorted-pairs-{label}",
             kernel=_sorted_pairs_kernel,
-            args=(*data, INT32, INT32, 1000, num_out, experts),
-            constexprs=common | {"EXPERTS": next_power_of_2(experts)},
+            args=(*data, INT32, INT32, 1000, pairs, num_out, experts),
+            constexprs=common
+            | {
+                "EXPERTS": next_power_of_2(experts),
+                "LEAVES": leaves or 1,
+                "SHARED": 2 if leaves and experts == 66 else 0,
+            },
             num_warps=config.num_warps,
         )
     return AotCase(
@@ -145,19 +156,24 @@ def _products(
     )
 
 
-def _combination(target: Target, dtype: torch.dtype, *, has_norm: bool) -> AotCase:
+def _combination(
+    target: Target, dtype: torch.dtype, *, has_norm: bool, leaves: int | None = None
+) -> AotCase:
     data = pointer(dtype)
     normed = (data, 2560) if has_norm else (None, 0)
+    tile_cols = 4096 if has_norm else 1024
     return AotCase(
-        name=f"combine-{_short(dtype)}{'-norm' if has_norm else ''}",
+        name=f"combine-{_short(dtype)}{'-norm' if has_norm else ''}"
+        f"{f'-leaves{leaves}' if leaves else ''}",
         kernel=_combine_kernel,
         args=(
-            *(data, 2560, *normed, data, 2560, data, FLOAT32),
-            *(data if has_norm else None, 2560, 1e-6),
+            *(data, 2560, *normed, data, 2560, FLOAT32 if leaves else data, FLOAT32),
+            *(data if has_norm else None, 40, 2560, 1e-6),
         ),
         constexprs={
             "CHOSEN": 8,
-            "TILE_COLS": 4096 if has_norm else 1024,
+            "LEAVES": leaves or 1,
+            "TILE_COLS": tile_cols,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=8 if has_norm else 4,

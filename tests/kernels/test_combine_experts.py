@@ -98,6 +98,37 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(device, num_tokens, dtyp
         assert torch.equal(alone[0], want[token])
 
 
+@given(
+    num_tokens=st.sampled_from([1, 5]),
+    chosen=st.integers(1, 5),
+    num_cols=st.sampled_from([8, 200]),
+    dtype=st.sampled_from(DTYPES),
+    seed=seeds,
+)
+def test_leaves_of_ranks_add_up_to_those_of_one(device, num_tokens, chosen, num_cols, dtype, seed):
+    """A rank's sum is a subtree; what follows the sum of all is as without leaves."""
+    products = normal((8, num_tokens * chosen, num_cols), torch.float32, device, seed)
+    weights = normal((num_tokens, chosen), torch.float32, device, seed + 1).abs()
+    weights[normal((num_tokens, chosen), torch.float32, device, seed + 2) > 1] = 0
+    products[:, (weights == 0).flatten()] = math.nan
+    residual = normal((num_tokens, num_cols), dtype, device, seed + 3)
+    norm_weight = normal((num_cols,), dtype, device, seed + 4)
+    for op in (kernels.combine_experts, reference.combine_experts):
+        want = op(products, weights)
+        assert want.dtype == torch.float32
+        for size in (2, 4, 8):
+            parts = [op(part.contiguous(), weights) for part in products.chunk(size)]
+            while len(parts) > 1:
+                parts = [a + b for a, b in zip(parts[0::2], parts[1::2], strict=True)]
+            assert torch.equal(parts[0], want)
+        normed = torch.empty_like(residual)
+        out = op(products, weights, residual=residual, norm_weight=norm_weight, eps=EPS,
+                 normed_out=normed)  # fmt: skip
+        assert torch.equal(out, (want + residual.float()).to(dtype))
+        ops = kernels if op is kernels.combine_experts else reference
+        assert torch.equal(normed, ops.rms_norm(out, norm_weight, EPS))
+
+
 @pytest.mark.parametrize("op", [kernels.combine_experts, reference.combine_experts])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -107,6 +138,8 @@ def test_a_token_has_the_same_bits_alone_and_in_a_batch(device, num_tokens, dtyp
         ({"residual": torch.ones(2, 9)}, ValueError, r"residual: expected shape \[2, 8\]"),
         ({"norm_weight": torch.ones(8)}, ValueError, "norm_weight, normed_out: expected both or"),
         ({"out": torch.ones(2, 8).half()}, TypeError, "out: expected dtype torch.float32"),
+        ({"products": torch.ones(3, 4, 8)}, ValueError, "leaves: expected 1, 2, 4 or 8, got 3"),
+        ({"products": torch.ones(2, 4, 8).half()}, TypeError, "products: expected dtype torch.fl"),
     ],
 )
 def test_bad_arguments_are_named(device, op, change, error, message):

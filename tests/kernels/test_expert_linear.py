@@ -140,6 +140,73 @@ def test_deterministic_bits_depend_on_the_token_alone(
             assert torch.equal(products(slice(token, token + 1)), together[token])
 
 
+@given(
+    num_tokens=st.sampled_from([1, 3, 20]),
+    num_shared=st.sampled_from([0, 1, 2, 3]),
+    leaf_in=st.sampled_from([5, 24]),
+    dtype=st.sampled_from(DTYPES),
+    has_padding=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_leaves_of_ranks_are_those_of_one(
+    device, num_tokens, num_shared, leaf_in, dtype, has_padding, as_on_gpu, seed
+):
+    """Each rank has the inputs of its leaves: a part of each expert's, and of all shared ones'."""
+    routed_to, num_routed, num_in = 2, 6, 8 * leaf_in
+    num_experts, chosen = num_routed + num_shared, routed_to + num_shared
+    ids = routed("some padding" if has_padding else "spread", num_tokens, 2, num_routed, seed)
+    shared = torch.arange(num_routed, num_experts).expand(num_tokens, -1)
+    ids = torch.cat([ids, shared.masked_fill(ids[:, :1] < 0, -1)], 1).int().to(device)
+    x = normal((num_tokens * chosen, num_in), dtype, device, seed)
+    weight = matrices(num_experts, num_in, 24, dtype, device, seed + 1, is_gated=False)
+    options = {"deterministic": True, "num_shared": num_shared}
+
+    def of_rank(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+        """Return a rank's part of [groups, experts, in], as it is loaded."""
+        parts = [*tensor[:, : tensor.shape[1] - num_shared].unbind(1)]
+        columns = [part.chunk(size, 1)[rank] for part in parts]
+        if num_shared:
+            of_all = tensor[:, len(parts) :].flatten(1).chunk(size, 1)[rank]
+            columns += of_all.chunk(num_shared, 1)
+        return torch.stack(columns, 1)
+
+    has_expert = ids.flatten() >= 0
+    with tiles("expert_linear", as_on_gpu=as_on_gpu):
+        whole = kernels.expert_linear(x, weight, ids, leaves=8, **options)
+        for size in (2, 4, 8):
+            of_ranks = [
+                kernels.expert_linear(
+                    of_rank(x.view(num_tokens, chosen, -1), rank, size).flatten(0, 1),
+                    of_rank(weight.movedim(0, 1), rank, size).movedim(1, 0),
+                    ids, leaves=8 // size, **options,
+                )
+                for rank in range(size)
+            ]  # fmt: skip
+            assert torch.equal(torch.cat(of_ranks)[:, has_expert], whole[:, has_expert])
+    oracle = reference.expert_linear(x, weight, ids, leaves=8, **options)
+    assert whole.dtype == oracle.dtype == torch.float32
+    torch.testing.assert_close(whole[:, has_expert], oracle[:, has_expert], rtol=1e-5, atol=1e-5)
+    if num_shared < 2:  # a leaf of several is no part of one expert's product
+        assert_in_budget(
+            whole.sum(0)[has_expert], oracle.sum(0)[has_expert],
+            exact(x, weight, ids)[has_expert],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_in", [4, 36, 100])
+def test_leaves_that_do_not_divide_the_inputs(device, num_in):
+    """The last one is shorter; some may have no inputs."""
+    x, ids = normal((5, num_in), torch.float32, device), torch.tensor([[0]] * 5).int().to(device)
+    weight = matrices(3, num_in, 16, torch.float32, device, 1, is_gated=False)
+    for op in (kernels.expert_linear, reference.expert_linear):
+        out = torch.full((8, 5, 16), math.nan, device=device)
+        op(x, weight, ids, deterministic=True, leaves=8, out=out)
+        torch.testing.assert_close(
+            out.sum(0).double(), exact(x, weight, ids), rtol=1e-5, atol=1e-5
+        )
+
+
 def test_weights_of_other_experts_are_not_read(device):
     """NaN in them would show: in a product, or in the padding of a tile."""
     x, ids = normal((3, 32), torch.float32, device), torch.tensor([[1], [3], [1]]).int()
@@ -168,6 +235,9 @@ def test_no_token(device):
 # --- errors ------------------------------------------------------------------------------------
 
 
+LEAVES = {"deterministic": True, "leaves": 2}
+
+
 @pytest.mark.parametrize("op", [kernels.expert_linear, reference.expert_linear])
 @pytest.mark.parametrize(
     ("change", "error", "message"),
@@ -179,6 +249,21 @@ def test_no_token(device):
         ({"activation": "silu_and_mul"}, ValueError, r"weight: expected shape \[any, 2, any, 16"),
         ({"topk_ids": torch.ones(2, 2)}, TypeError, "topk_ids: expected dtype torch.int32"),
         ({"out": torch.ones(2, 8)}, ValueError, r"out: expected shape \[4, 8\], got \[2, 8\]"),
+        ({"leaves": 2}, ValueError, "leaves: expected None without deterministic=True, got 2"),
+        (LEAVES | {"leaves": 3}, ValueError, "leaves: expected 1, 2, 4 or 8, got 3"),
+        (LEAVES | {"out": torch.ones(4, 8)}, ValueError, r"out: expected shape \[2, 4, 8\]"),
+        (LEAVES | {"num_shared": 4}, ValueError, "num_shared: expected 0 to 2, got 4"),
+        (LEAVES | {"num_shared": 2}, ValueError, r"x: expected shape \[4, any\], got \[2, 16\]"),
+        (
+            LEAVES | {"num_shared": 2, "x": torch.ones(4, 16)},
+            ValueError,
+            "weight: expected experts whose inputs are neighbours in a row, stride 16, got 128",
+        ),
+        (
+            LEAVES | {"activation": "silu_and_mul", "weight": torch.ones(3, 2, 8, 16)},
+            ValueError,
+            "leaves: expected None with an activation, got 2",
+        ),
     ],
 )
 def test_bad_arguments_are_named(device, op, change, error, message):

@@ -28,6 +28,13 @@ CONFIGS = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama",
         "attention_bias": True, "mlp_bias": True,
     },
+    # A dense layer, and one with shared experts.
+    "experts": {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16,
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe",
+        "moe_num_experts": 16, "moe_k": 4, "moe_num_shared_experts": 2, "use_bias": False,
+        "moe_intermediate_size": 512, "moe_layer_start_index": 1,
+    },
 }  # fmt: skip
 COMMON = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2,

@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.kernels import Routing
 from mrv1.kernels.registry import select_ops
-from mrv1.models import ModelConfig, ParallelContext, checkpoint_tensors, load_model
+from mrv1.models import (
+    ModelConfig,
+    ParallelContext,
+    checkpoint_tensors,
+    decoder,
+    load_model,
+)
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import (
     EXPERTS,
@@ -91,11 +97,11 @@ def test_chosen_experts_equal_those_of_transformers(tmp_path, monkeypatch, famil
 
     routed = ops.route_experts
     monkeypatch.setattr(ops, "route_experts", route)
-    decoder = load_model(tmp_path, device="cpu", dtype=torch.float64, ops=ops, progress=False)
-    routing = decoder.config.experts.routing
+    own = load_model(tmp_path, device="cpu", dtype=torch.float64, ops=ops, progress=False)
+    routing = own.config.experts.routing
     blocks = blocks_needed([PROMPT], 16)
-    PagedDriver(decoder, block_size=16, num_blocks=blocks).logits([PROMPT], None)
-    assert len(found) == len(chosen) == sum(decoder.config.experts.layers)
+    PagedDriver(own, block_size=16, num_blocks=blocks).logits([PROMPT], None)
+    assert len(found) == len(chosen) == sum(own.config.experts.layers)
     for ours, theirs in zip(found, chosen, strict=True):
         assert torch.equal(
             ours[:, : routing.top_k].long().sort(1).values, theirs.view(40, -1).sort(1).values
@@ -112,6 +118,21 @@ def test_greedy_tokens_equal_those_of_transformers(tmp_path, family):
         params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
         (output,) = llm.generate({"prompt_token_ids": PROMPT}, params)
     assert list(output.outputs[0].token_ids) == ids[len(PROMPT) :]
+
+
+def test_deterministic_bits_of_many_tokens_are_those_of_few(tmp_path, monkeypatch):
+    """The products of leaves of many tokens are too large to be kept at the same time."""
+    save_checkpoint(tmp_path, tiny_config("ernie4_5_moe"))
+    found = []
+    for least in (decoder.LEAF_BYTES, 1):
+        monkeypatch.setattr(decoder, "LEAF_BYTES", least)
+        model = load_model(
+            tmp_path, device="cpu", dtype=torch.float32, ops=select_ops("reference"),
+            progress=False, deterministic=True,
+        )  # fmt: skip
+        driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([PROMPT], 16))
+        found.append(driver.logits([PROMPT], None)[0])
+    assert torch.equal(*found)
 
 
 # --- configurations ----------------------------------------------------------------------------
@@ -164,7 +185,7 @@ def test_ranks_divide_each_expert():
     context = ParallelContext(size=4, all_reduce=torch.clone, all_gather=torch.clone)
     with pytest.raises(ConfigError, match="expected a divisor of 50 rows of each expert, got 4"):
         context.shard(config)
-    with pytest.raises(ConfigError, match="with deterministic=True for a model with experts"):
+    with pytest.raises(ConfigError, match="expected a multiple of 8 as the width of an expert"):
         replace(context, size=2).shard(config, deterministic=True)
     part = replace(context, size=2).shard(config).experts
     assert part is not None

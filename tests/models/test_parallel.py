@@ -13,9 +13,11 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, Visible
+from mrv1.kernels import Routing
 from mrv1.kernels.registry import Ops, select_ops
 from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models import ModelConfig, ParallelContext, load_model
+from mrv1.models.experts import ExpertsConfig
 from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import FAMILIES, random_model, tiny_checkpoint, tiny_config
@@ -66,6 +68,9 @@ def test_logits_of_ranks_equal_those_of_one(tmp_path, family, settings, size):
 BITS = {
     "qwen3": {},  # of 2 KV heads: with 4 ranks, two have the same one
     "llama": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 8},
+    "ernie4_5_moe": {"num_key_value_heads": 4},  # a dense layer, two with shared experts
+    "qwen3_moe": {"moe_intermediate_size": 40},
+    "glm4_moe": {},
 }
 """Settings by family; all have eight query heads."""
 
@@ -103,6 +108,9 @@ def test_deterministic_logits_of_ranks_are_the_bits_of_one(tmp_path, family, dty
         ("qwen3", torch.bfloat16, 2),
         pytest.param("llama", torch.bfloat16, 4, marks=pytest.mark.full),
         pytest.param("qwen3", torch.float32, 8, marks=pytest.mark.full),
+        ("ernie4_5_moe", torch.bfloat16, 2),
+        pytest.param("qwen3_moe", torch.bfloat16, 4, marks=pytest.mark.full),
+        pytest.param("glm4_moe", torch.float32, 8, marks=pytest.mark.full),
     ],
 )
 def test_kernels_give_ranks_the_bits_of_one(tmp_path, device, family, dtype, size):
@@ -186,11 +194,17 @@ def test_a_model_that_cannot_be_divided_is_refused(size, changes, message):
     assert message in str(caught.value)
 
 
+NARROW = ExpertsConfig(
+    routing=Routing(num_experts=8, top_k=2), intermediate_size=20, layers=(True, True)
+)
+
+
 @pytest.mark.parametrize(
     ("size", "changes", "message"),
     [
         (3, {"num_q_heads": 6, "num_kv_heads": 3}, "expected 1, 2, 4 or 8 with determini"),
         (2, {"intermediate_size": 100}, "expected a multiple of 8 as intermediate_size with det"),
+        (2, {"experts": NARROW}, "a multiple of 8 as the width of an expert with deterministic=T"),
         (2, {"qk_norm": "vector"}, "expected 1 with deterministic=True where a norm is over"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
+from mrv1.kernels.layers.sum_order import check_leaves
 
 ExpertScores = Literal["softmax", "sigmoid"]
 """How an expert's score follows from its logit."""
@@ -109,6 +110,8 @@ def check_expert_linear(
     out: torch.Tensor | None,
     *,
     is_gated: bool,
+    leaves: int | None = None,
+    num_shared: int = 0,
 ) -> tuple[int, int]:
     """Raise unless the arguments are as ``expert_linear`` says; return pairs and columns."""
     check_tensor("x", x, shape=(None, None), unit_last_stride=True)
@@ -126,8 +129,24 @@ def check_expert_linear(
             f"x: expected a row for each of {num_tokens} tokens, or for each of their "
             f"{num_chosen} experts, got {x.shape[0]} rows"
         )
+    if leaves is not None and is_gated:
+        raise ValueError(f"leaves: expected None with an activation, got {leaves}")
+    if not 0 <= num_shared <= min(num_chosen, len(weight)):
+        raise ValueError(
+            f"num_shared: expected 0 to {min(num_chosen, len(weight))}, got {num_shared}"
+        )
+    if leaves is not None and num_shared > 1:
+        check("x", x, shape=(num_pairs, None), contiguous=True)
+        if weight.stride(0) != weight.shape[2]:
+            raise ValueError(
+                f"weight: expected experts whose inputs are neighbours in a row, stride "
+                f"{weight.shape[2]}, got {weight.stride(0)}"
+            )
     if out is not None:
-        check("out", out, shape=(num_pairs, num_out), dtype=x.dtype, contiguous=True)
+        shape, dtype = (num_pairs, num_out), x.dtype
+        if leaves is not None:
+            shape, dtype = (leaves, *shape), torch.promote_types(dtype, torch.float32)
+        check("out", out, shape=shape, dtype=dtype, contiguous=True)
     return num_pairs, num_out
 
 
@@ -138,27 +157,37 @@ def check_combination(
     out: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     normed_out: torch.Tensor | None,
-) -> tuple[int, int]:
-    """Raise unless the arguments are as ``combine_experts`` says; return tokens and columns."""
-    check_tensor("products", products, shape=(None, None), contiguous=True)
+) -> tuple[int, int, torch.dtype]:
+    """Raise unless the arguments are as ``combine_experts`` says.
+
+    Return tokens and columns, and the dtype of the residual and the norm.
+    """
+    has_leaves, dtype = products.dim() == 3, products.dtype
+    check_tensor("products", products, shape=(None, None, None)[1 - has_leaves :], contiguous=True)
+    if has_leaves:
+        check_leaves(len(products), deterministic=True)
+        if dtype.itemsize < 4:
+            raise TypeError(f"products: expected dtype torch.float32 of leaves, got {dtype}")
+        given = (each for each in (residual, normed_out, out) if each is not None)
+        dtype = next((each.dtype for each in given), dtype)
     check = partial(check_tensor, device=products.device)
     check("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=True)
     num_tokens, num_chosen = topk_weights.shape
-    num_cols = products.shape[1]
-    check("products", products, shape=(num_tokens * num_chosen, num_cols))
-    check = partial(check, dtype=products.dtype, unit_last_stride=True)
+    num_cols = products.shape[-1]
+    check("products", products, shape=(*products.shape[:-2], num_tokens * num_chosen, num_cols))
+    check = partial(check, dtype=dtype, unit_last_stride=True)
     for name, tensor in (("residual", residual), ("normed_out", normed_out)):
         if tensor is not None:
             check(name, tensor, shape=(num_tokens, num_cols))
     if out is not None:
-        dtypes = (products.dtype, torch.float32)
+        dtypes = (dtype, torch.promote_types(dtype, torch.float32))
         check("out", out, shape=(num_tokens, num_cols), dtype=dtypes)
     if (norm_weight is None) != (normed_out is None):
         alone = "normed_out" if norm_weight is None else "norm_weight"
         raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
     if norm_weight is not None:
         check("norm_weight", norm_weight, shape=(num_cols,), contiguous=True)
-    return num_tokens, num_cols
+    return num_tokens, num_cols, dtype
 
 
 def check_float(name: str, tensor: torch.Tensor) -> None:

@@ -10,6 +10,11 @@ looks through the ids, which are a few hundred. So the weights of each active ex
 and those of other experts never; the programs of an expert without pairs end at once. With many
 pairs ``sort_pairs`` lists the pairs of each expert first, and a program has a tile of a list.
 
+Where ranks divide the inputs of a deterministic product, they are cut into leaves of equal length,
+as those of ``linear`` are. Here the sums of the leaves stay apart: a leaf's sum over the experts
+of a token comes first, and then the tree over the leaves, of which each rank has a part. Shared
+experts are one MLP, whose neighbouring inputs a rank has: a leaf of these is a leaf of the MLP.
+
 Weights are the left operand of the tensor cores, as in ``linear_tiles``: it needs 64 rows on
 Hopper, and the pairs of one expert are few.
 """
@@ -31,6 +36,7 @@ from mrv1.kernels.experts.contracts import check_expert_linear, check_float
 from mrv1.kernels.experts.sort_pairs import sort_pairs
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.sum_order import check_leaves
 
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -61,7 +67,7 @@ class ExpertConfig:
         cls,
         num_pairs: int,
         num_experts: int,
-        num_in: int,
+        num_in: int,  # of a leaf
         dtype: torch.dtype,
         *,
         is_gated: bool,
@@ -141,8 +147,9 @@ def _multiply(
     pair,  # [TILE_PAIRS], -1 = none
     first_out,
     num_out,
+    end,  # inputs to read, None = all LEAF_IN
     PAIRS_PER_ROW: tl.constexpr,
-    IN: tl.constexpr,
+    LEAF_IN: tl.constexpr,
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
@@ -150,7 +157,9 @@ def _multiply(
 ):
     """Store the results of some pairs of one expert for a tile of its rows."""
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
-    MASKED: tl.constexpr = IN % TILE_IN != 0
+    MASKED: tl.constexpr = LEAF_IN % TILE_IN != 0 or end is not None
+    if end is None:
+        end = LEAF_IN
     tile_row = tl.arange(0, TILE_ROWS)[:, None]
     row = first_out + tile_row % TILE_OUT
     is_row = row < num_out
@@ -161,10 +170,10 @@ def _multiply(
     weight_rows += tl.where(tile_row < TILE_OUT, 0, stride_half)  # a tile's second half is ups
     x_rows = x_ptr + tl.maximum(pair, 0) // PAIRS_PER_ROW * stride_x_row + lane
     y = tl.zeros([TILE_ROWS, pair.shape[0]], tl.float32)
-    for first in tl.range(0, IN, TILE_IN, num_stages=NUM_STAGES):
+    for first in tl.range(0, LEAF_IN, TILE_IN, num_stages=NUM_STAGES):
         row_mask, pair_mask = is_row, is_pair
         if MASKED:
-            row_mask, pair_mask = is_row & (first + lane < IN), is_pair & (first + lane < IN)
+            row_mask, pair_mask = is_row & (first + lane < end), is_pair & (first + lane < end)
         weight = tl.load(weight_rows + first, mask=row_mask, other=0.0)
         x = tl.load(x_rows + first, mask=pair_mask, other=0.0)
         if x.dtype == tl.float32:
@@ -224,14 +233,14 @@ def _few_pairs_kernel(
     for place in range(0, count, TILE_PAIRS):
         _multiply(
             out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row,
-            _pair_at(is_own, lane, place, TILE_PAIRS), first_out, num_out,
+            _pair_at(is_own, lane, place, TILE_PAIRS), first_out, num_out, None,
             PAIRS_PER_ROW, IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
+@triton.jit(do_not_specialize=["max_tiles", "num_pairs"])
 def _sorted_pairs_kernel(
-    out_ptr,  # [num_pairs, num_out]
+    out_ptr,  # [LEAVES, num_pairs, num_out]
     x_ptr,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
     stride_x_row,
     weight_ptr,  # [num_experts, num_out, IN]; GATED [num_experts, 2, num_out, IN]
@@ -241,10 +250,13 @@ def _sorted_pairs_kernel(
     order_ptr,  # [num_pairs] int32, SortedPairs.order
     starts_ptr,  # [num_experts + 1] int32
     max_tiles,
+    num_pairs,
     num_out,
     num_experts,
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
+    LEAVES: tl.constexpr,
+    SHARED: tl.constexpr,  # experts at the end that are one MLP, with rows of x side by side
     GATED: tl.constexpr,
     TILE_PAIRS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -253,11 +265,12 @@ def _sorted_pairs_kernel(
     NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (max_tiles * row tiles,): a tile of one expert's pairs, and some of its rows.
+    """Grid (max_tiles * row tiles, LEAVES): a tile of one expert's pairs, and some of its rows.
 
     Tiles of pairs vary fastest, so that neighbours share weights.
     """
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
+    LEAF_IN: tl.constexpr = (IN + LEAVES - 1) // LEAVES
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
     tile = tl.program_id(0) % max_tiles
@@ -275,21 +288,40 @@ def _sorted_pairs_kernel(
     place = first + tl.arange(0, TILE_PAIRS)
     pair = tl.load(order_ptr + place, mask=place < last, other=-1)
     weight_ptr += expert.to(tl.int64) * stride_weight_expert
+    end = None
+    if LEAVES > 1:
+        leaf = tl.program_id(1).to(tl.int64)
+        first_in = leaf * LEAF_IN
+        if LEAVES * LEAF_IN != IN:
+            end = tl.minimum(LEAF_IN, IN - first_in)
+        elif SHARED > 1:
+            shared = expert - (num_experts - SHARED)
+            of_shared = leaf * (SHARED * LEAF_IN) + shared * (LEAF_IN - IN)
+            first_in = tl.where(shared >= 0, of_shared, first_in)
+        weight_ptr += first_in
+        x_ptr += first_in
+        out_ptr += leaf * num_pairs * num_out
     _multiply(
         out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row, pair,
-        tl.program_id(0) // max_tiles * TILE_OUT, num_out,
-        PAIRS_PER_ROW, IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
+        tl.program_id(0) // max_tiles * TILE_OUT, num_out, end,
+        PAIRS_PER_ROW, LEAF_IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
     )  # fmt: skip
 
 
 def choose_kernel(
-    num_pairs: int, weight: torch.Tensor, *, is_gated: bool, deterministic: bool
+    num_pairs: int,
+    weight: torch.Tensor,
+    *,
+    is_gated: bool,
+    deterministic: bool,
+    leaves: int = 1,
 ) -> tuple[ExpertConfig, bool, int]:
     """Return the configuration of a product, and BY_PAIR and LANES of few pairs.
 
     With more pairs, no choice comes back once left.
     """
     num_experts, num_out, num_in = weight.shape[0], *weight.shape[-2:]
+    num_in = cdiv(num_in, leaves)
     if INTERPRET:
         config = ExpertConfig.for_interpreter(
             num_pairs, num_in, num_out, is_gated=is_gated, deterministic=deterministic
@@ -317,6 +349,8 @@ def expert_linear(
     activation: Activation | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
+    leaves: int | None = None,
+    num_shared: int = 0,
 ) -> torch.Tensor:
     """Return, for each pair of a token and one of its experts, the expert's product.
 
@@ -329,9 +363,17 @@ def expert_linear(
             -1 = none. Ids are not checked.
         activation: ``"silu_and_mul"``: the result is ``silu(gate) * up``.
         out: [tokens * chosen, n], x's dtype, contiguous, *written* and returned; rows of pairs
-            without an expert are not written. Allocated if omitted.
+            without an expert are not written. Allocated if omitted. With leaves, [leaves,
+            tokens * chosen, n] float32.
         deterministic: whether a row's bits depend on that row alone, not on the number of tokens
             and on where they are routed to.
+        leaves: only if deterministic and without an activation: 1, 2, 4 or 8, the parts of equal
+            length (the last may be shorter) into which the inputs are cut. Their sums are
+            returned, for ``combine_experts``.
+        num_shared: experts at the end that every token has, its last ones, in order. With leaves
+            that divide the inputs equally they are one MLP, with the inputs of all: a leaf is a
+            leaf of its inputs, and an equal part of it counts as each expert's. x then has
+            contiguous rows, one for each pair, and ``weight.stride(0)`` is in.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -345,15 +387,20 @@ def expert_linear(
     is_gated = activation is not None
     if activation not in (None, "silu_and_mul"):
         raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")
-    num_pairs, num_out = check_expert_linear(x, weight, topk_ids, out, is_gated=is_gated)
+    check_leaves(leaves, deterministic=deterministic)
+    num_pairs, num_out = check_expert_linear(
+        x, weight, topk_ids, out, is_gated=is_gated, leaves=leaves, num_shared=num_shared
+    )
     check_launchable("x", x)
     if out is None:
         out = x.new_empty(num_pairs, num_out)
+        if leaves is not None:
+            out = x.new_empty(leaves, num_pairs, num_out, dtype=torch.float32)
     if num_pairs == 0:
         return out
     num_experts, num_in = weight.shape[0], weight.shape[-1]
     config, by_pair, lanes = choose_kernel(
-        num_pairs, weight, is_gated=is_gated, deterministic=deterministic
+        num_pairs, weight, is_gated=is_gated, deterministic=deterministic, leaves=leaves or 1
     )
     row_tiles = cdiv(num_out, config.tile_rows // (2 if is_gated else 1))
     common = {
@@ -382,8 +429,10 @@ def expert_linear(
         return out
     pairs = sort_pairs(topk_ids, num_experts)
     max_tiles = min(num_pairs, num_pairs // config.tile_pairs + num_experts)
-    _sorted_pairs_kernel[(max_tiles * row_tiles,)](
-        *(*given, pairs.order, pairs.starts, max_tiles, num_out, num_experts),
+    _sorted_pairs_kernel[(max_tiles * row_tiles, leaves or 1)](
+        *(*given, pairs.order, pairs.starts, max_tiles, num_pairs, num_out, num_experts),
+        LEAVES=leaves or 1,
+        SHARED=num_shared if leaves is not None else 0,
         EXPERTS=next_power_of_2(num_experts),
         **common,
     )

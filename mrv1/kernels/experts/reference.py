@@ -13,6 +13,7 @@ from mrv1.kernels.experts.contracts import (
 )
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.reference import linear, rms_norm
+from mrv1.kernels.layers.sum_order import check_leaves
 
 
 @counted
@@ -67,11 +68,23 @@ def expert_linear(
     activation: Activation | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
+    leaves: int | None = None,
+    num_shared: int = 0,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.expert_linear`."""
+    check_leaves(leaves, deterministic=deterministic)
     num_pairs, num_out = check_expert_linear(
-        x, weight, topk_ids, out, is_gated=activation is not None
-    )
+        x, weight, topk_ids, out,
+        is_gated=activation is not None, leaves=leaves, num_shared=num_shared,
+    )  # fmt: skip
+    if leaves is not None:
+        if num_shared > 1 and x.shape[1] % leaves == 0:
+            x = x.unflatten(0, topk_ids.shape)
+            rows = _leaves_together(x[:, -num_shared:], leaves)
+            x = torch.cat([x[:, :-num_shared], rows], 1).flatten(0, 1)
+            shared = _leaves_together(weight[-num_shared:].movedim(0, 1), leaves).movedim(1, 0)
+            weight = torch.cat([weight[:-num_shared], shared])
+        return _leaf_products(x, weight, topk_ids, out, leaves)
     if out is None:
         out = x.new_empty(num_pairs, num_out)
     expert_of_pair = topk_ids.flatten()
@@ -83,6 +96,34 @@ def expert_linear(
             out[pairs] = linear(
                 rows[pairs], own, activation=activation, deterministic=deterministic
             )
+    return out
+
+
+def _leaves_together(parts: torch.Tensor, leaves: int) -> torch.Tensor:
+    """Return [rows, experts, in] with each leaf of all experts' inputs divided among them."""
+    num_experts = parts.shape[1]
+    return parts.flatten(1).unflatten(1, (leaves, num_experts, -1)).movedim(2, 1).flatten(2)
+
+
+def _leaf_products(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    topk_ids: torch.Tensor,
+    out: torch.Tensor | None,
+    leaves: int,
+) -> torch.Tensor:
+    """Return ``expert_linear`` of each leaf of the inputs, not rounded."""
+    if out is None:
+        out = wide(x).new_empty(leaves, topk_ids.numel(), weight.shape[-2])
+    leaf_in = -(-x.shape[1] // leaves)
+    for leaf, of_leaf in enumerate(out):
+        part = slice(leaf * leaf_in, (leaf + 1) * leaf_in)
+        if part.start >= x.shape[1]:
+            of_leaf[topk_ids.flatten() >= 0] = 0.0
+            continue
+        expert_linear(
+            wide(x[:, part]), wide(weight[..., part]), topk_ids, out=of_leaf, deterministic=True
+        )
     return out
 
 
@@ -98,17 +139,20 @@ def combine_experts(
     normed_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.combine_experts`."""
-    num_tokens, num_cols = check_combination(
+    num_tokens, num_cols, dtype = check_combination(
         products, topk_weights, residual, out, norm_weight, normed_out
     )
-    terms = wide(products).view(num_tokens, -1, num_cols)
-    total = torch.zeros_like(terms[:, 0])
+    terms = wide(products).view(-1, num_tokens, topk_weights.shape[1], num_cols)
+    totals = torch.zeros_like(terms[:, :, 0])  # of leaves
     for index, weights in enumerate(topk_weights.T):
-        term = terms[:, index] * weights[:, None].to(terms.dtype)
-        total += torch.where(weights[:, None] == 0, 0.0, term)
+        term = terms[:, :, index] * weights[:, None].to(terms.dtype)
+        totals += torch.where(weights[:, None] == 0, 0.0, term)
+    while len(totals) > 1:
+        totals = totals[0::2] + totals[1::2]
+    total = totals[0]
     if residual is not None:
         total += wide(residual)
-    total = total.to(products.dtype if out is None else out.dtype)
+    total = total.to(dtype if out is None else out.dtype)
     if norm_weight is not None and normed_out is not None:
-        rms_norm(total.to(products.dtype), norm_weight, eps, out=normed_out)
+        rms_norm(total.to(dtype), norm_weight, eps, out=normed_out)
     return total if out is None else out.copy_(total)
