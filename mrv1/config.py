@@ -40,6 +40,7 @@ KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
 LoadFormatName = Literal["auto", "dummy"]
+QuantizationName = Literal["fp8", "compressed-tensors"]
 AttentionBackendName = Literal["triton", "flashinfer"]
 SchedulingPolicyName = Literal["fcfs", "priority"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]
@@ -237,6 +238,11 @@ class EngineConfig:
     model; of the checkpoint's directory only ``config.json`` is needed. Each value is made on the
     device, the same with any ``tensor_parallel_size``; not with a GGUF file or
     ``kv_scale="head"``."""
+    quantization: QuantizationName | None = None
+    """``fp8`` quantizes a checkpoint in full precision while it loads: each output of the layers'
+    linear modules gets a scale, and the largest of its weights the code 448; embedding, head,
+    norms, routers and biases stay as they are. With a quantized checkpoint, its own
+    ``quant_method``, or None: the checkpoint says how its weights are stored."""
     device: Annotated[str, texts("'auto', 'cpu', 'cuda' or 'cuda:N'")] = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     tensor_parallel_size: Count = 1

@@ -11,11 +11,11 @@ efficient: a long prompt may as well take several steps, each with a token for e
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from mrv1.config import EngineConfig
-from mrv1.models.weights import checkpoint_tensors
+from mrv1.models.weights import checkpoint_tensors, empty_weights
 from mrv1.runner import ModelRunner
 
 LEAST_PADDING = 256
@@ -63,7 +63,8 @@ class Padding:
 
 def token_flops(runner: ModelRunner) -> int:
     """Return the operations of a token in the products of the layers."""
-    tensors = checkpoint_tensors(runner.model.config, runner.model.weights)
+    config = replace(runner.model.config, quantization=None)
+    tensors = checkpoint_tensors(config, empty_weights(config, "meta", runner.model.dtype))
     layers = [each for name, each in tensors.items() if name.startswith("model.layers.")]
     return 2 * sum(each.numel() for each in layers if each.ndim == 2)
 

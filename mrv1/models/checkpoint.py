@@ -19,6 +19,7 @@ from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json, refusal
 from mrv1.models.gguf_file import SUFFIX, GGUFFile, open_gguf
 from mrv1.models.hf_config import support_problems
+from mrv1.models.quantization import Quantization, read_quantization
 from mrv1.models.tokenizer import TOKENIZER_FILES, load_from_files, missing_packages
 from mrv1.models.vision import text_name
 
@@ -96,6 +97,16 @@ class Checkpoint:
         except Exception as error:  # KeyError, ValueError and transformers' validation errors
             reason = refusal(error)
             raise ConfigError(f"{self.where}: config.json is not valid: {reason}") from error
+
+    def quantization(self) -> Quantization | None:
+        """Return how weights are quantized; None = not; ConfigError: a way that is not read."""
+        try:
+            raw = self.raw_config()
+            if read_quantization(raw, {}, self.path) is None:
+                return None
+            return read_quantization(raw, self._scan().tensors, self.path)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from error
 
     def generation_config(self, source: str | Path | None = "auto") -> tuple[Path, dict[str, Any]]:
         """Return a ``generation_config.json`` and its content, which is empty without a file.
@@ -324,6 +335,9 @@ class GGUFCheckpoint(Checkpoint):
             return self._file.config()
         except ConfigError as error:
             raise ConfigError(f"{self.where}: {error}") from error
+
+    def quantization(self) -> None:
+        """Return None: tensors are dequantized when they are read."""
 
     @property
     def has_tokenizer(self) -> bool:

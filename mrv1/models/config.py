@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mrv1.config import QuantizationName
 from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
 from mrv1.models.checkpoint import Checkpoint
 from mrv1.models.experts import ExpertNames, ExpertsConfig
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import model_fields, token_ids
+from mrv1.models.quantization import Quantization, as_asked
 from mrv1.models.rope import RopeConfig
 from mrv1.models.vision import VisionConfig
 
@@ -25,6 +27,17 @@ HEAD_DIMS = range(16, 257, 16)
 """Head sizes the attention kernels take."""
 MAX_CONTEXT = 1 << 24
 """Tokens; published models have 10 million at most. Tables are made for all positions."""
+
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+"""Linear modules of a layer without experts."""
 
 _SIZES = (
     "vocab_size",
@@ -98,6 +111,8 @@ class ModelConfig:
     """Tokens that end a text, from config.json and generation_config.json."""
     experts: ExpertsConfig | None = None
     """Experts of some layers; None = each layer has one MLP."""
+    quantization: Quantization | None = None
+    """How matrices of layers are stored; None = in full precision."""
     vision: VisionConfig | None = None
     """Images and videos in prompts; None = a model of text alone."""
     torch_dtype: torch.dtype = torch.float32
@@ -111,9 +126,12 @@ class ModelConfig:
         """Whether rope turns a layer's queries and keys."""
         return self.rope_layers is None or self.rope_layers[layer]
 
-    def kind(self, layer: int) -> tuple[int, bool, bool]:
+    def kind(self, layer: int) -> tuple[object, ...]:
         """Return what decides on a layer's kernels."""
-        return self.layer_windows[layer], self.has_experts(layer), self.has_rope(layer)
+        kind = self.layer_windows[layer], self.has_experts(layer), self.has_rope(layer)
+        if self.quantization is None:
+            return kind
+        return *kind, *(self.quantization.module(f"model.layers.{layer}.{m}") for m in MODULES)
 
     def with_layers(self, layers: Sequence[int]) -> ModelConfig:
         """Return the configuration of a model that has only these of the layers."""
@@ -124,6 +142,7 @@ class ModelConfig:
             layer_windows=tuple(self.layer_windows[i] for i in layers),
             rope_layers=ropes and tuple(ropes[i] for i in layers),
             experts=experts and replace(experts, layers=tuple(experts.layers[i] for i in layers)),
+            quantization=self.quantization and self.quantization.of_layers(layers),
         )
 
     @property
@@ -183,12 +202,17 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | Path, *, generation_config: str | Path | None = "auto"
+        cls,
+        path: str | Path,
+        *,
+        generation_config: str | Path | None = "auto",
+        quantization: QuantizationName | None = None,
     ) -> ModelConfig:
         """Read the configuration of a model, which is whatever ``EngineConfig.model`` may be.
 
         No code of the checkpoint runs. ``generation_config`` says, as in ``EngineConfig``, where
-        to read end-of-sequence tokens from in addition to config.json.
+        to read end-of-sequence tokens from in addition to config.json, and ``quantization`` which
+        one is expected.
 
         Raises:
             ConfigError: the checkpoint or one of its files cannot be read, or the model is not
@@ -209,7 +233,11 @@ class ModelConfig:
             raise ConfigError(
                 f"{checkpoint.where}: config.json contradicts itself: {error}"
             ) from error
-        return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+        return replace(
+            config,
+            eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)),
+            quantization=as_asked(checkpoint.quantization(), quantization),
+        )
 
     @classmethod
     def from_hf(cls, hf_config: PretrainedConfig) -> ModelConfig:

@@ -15,7 +15,7 @@ from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.rope import cos_sin_table
-from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
+from mrv1.models.weights import ExpertWeights, LayerWeights, Matrix, ModelWeights, Weight
 
 LEAF_BYTES = 2**29
 """Most bytes of deterministic products with experts that are kept at the same time."""
@@ -252,7 +252,33 @@ class DecoderModel:
         **fused: Any,  # noqa: ANN401 - arguments of linear
     ) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` and ``linear``'s extras, however weights are stored."""
+        if isinstance(weight.matrix, tuple):
+            return self._multiply_parts(x, weight.matrix, bias, **fused)
         return self._ops.linear(x, weight.matrix, bias, deterministic=self.deterministic, **fused)
+
+    def _multiply_parts(
+        self,
+        x: torch.Tensor,
+        matrices: tuple[Matrix, ...],
+        bias: torch.Tensor | None,
+        *,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+        activation: Activation | None,
+        prefetch: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what ``_linear`` does, one product for each of several matrices."""
+        if norm_weight is not None:
+            x = self._ops.rms_norm(x, norm_weight, eps)
+        sizes = [matrix.shape[0] for matrix in matrices]
+        out = x.new_empty((len(x), sum(sizes)))
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        for matrix, own, part in zip(matrices, out.split(sizes, dim=1), biases, strict=True):
+            last = prefetch if matrix is matrices[-1] else None
+            self._ops.linear(
+                x, matrix, part, out=own, prefetch=last, deterministic=self.deterministic
+            )
+        return out if activation is None else self._ops.silu_and_mul(out)
 
     def _linear(
         self,

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import zlib
+from math import floor, log2, sqrt
 
 import torch
 
+from mrv1.kernels.layers.quantized import CodeName, QuantizedWeight
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.weights import ModelWeights, checkpoint_tensors, empty_weights, rank_part
+from mrv1.models.quantization import ModulePart
+from mrv1.models.weights import (
+    ModelWeights,
+    checkpoint_places,
+    empty_weights,
+    quantized_modules,
+)
 
+LARGEST: dict[CodeName, float] = {"e4m3": 448, "int8": 127, "int4": 7, "uint4": 7, "e2m1": 7}
+"""The largest made-up code, or its distance from zero."""
 CHUNK = 2**24
 """Values that are made at once: their bits and their float32 take 64 MiB each."""
 
@@ -30,31 +40,68 @@ def dummy_weights(
     A value of a matrix is a hash of its tensor's name, its row and its column: whatever the
     number of ranks, together they have the same model. Values are uniform with mean 0 and
     standard deviation ``fan_in^-0.5``, so that activations and logits are about as large as a
-    trained model's; norms are 1, biases 0.
+    trained model's; norms are 1, biases 0. Of quantized matrices the codes are made so.
     """
     own = parallel.shard(config)
     weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
-    wholes = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
-    for name, place in checkpoint_tensors(own, weights).items():
-        if place.dim() == 1 or name.endswith("bias"):
-            place.fill_(0.0 if name.endswith("bias") else 1.0)
+    places = checkpoint_places(own, weights, whole=config, parallel=parallel)
+    for name, place in places.items():
+        target = place.target
+        if target is None or place.module is not None:
             continue
-        whole = wholes[name].shape
-        rows, columns = rank_part(name, whole, place.shape, parallel)
-        place[rows.stop - rows.start :].zero_()  # rows that pad the vocabulary
-        first, bound = rows.start, (3 / whole[1]) ** 0.5
-        for part in place[: rows.stop - rows.start].split(max(CHUNK // place.shape[1], 1)):
-            own_rows = range(first, first + len(part))
-            own_columns = range(columns.start, columns.stop)
-            part.copy_(_uniform(name, own_rows, own_columns, part.device) * bound)
-            first += len(part)
+        if target.dim() == 1 or name.endswith("bias"):
+            target.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        place.pad()
+        rows, *columns = place.part
+        step = max(CHUNK // place.shape[1], 1)
+        for first in range(rows.start, rows.stop, step):
+            part = slice(first, min(first + step, rows.stop))
+            values = _uniform(name, part, columns[0], target.device) * _bound(place.shape[1])
+            place.fill(values, first - rows.start)
+    for _, module, weight in quantized_modules(own, weights, whole=config, parallel=parallel):
+        _make_codes(module, weight)
     return weights
 
 
-def _uniform(name: str, rows: range, columns: range, device: torch.device) -> torch.Tensor:
+def _make_codes(module: ModulePart, weight: QuantizedWeight) -> None:
+    """Fill a module's codes, and its scales with the one that makes them weights."""
+    largest = LARGEST[weight.code]
+    scale, middle = _bound(module.shape[1]) / largest, 8 if weight.code == "uint4" else 0
+    step, rows = max(CHUNK // module.shape[1], 1), module.rows
+    for first in range(rows.start, rows.stop, step):
+        part = slice(first, min(first + step, rows.stop))
+        values = _uniform(f"{module.name}.weight", part, module.inputs, weight.device) * largest
+        own = weight.codes[part.start - rows.start : part.stop - rows.start]
+        own.copy_(values if weight.code == "e4m3" else _coded(values.round_(), weight.code))
+    fills = {"zeros": middle, "mins": -middle * scale, "scales": scale}
+    if weight.scales is not None and weight.scales.dtype == torch.uint8:
+        fills["scales"] = 127 + floor(log2(scale))
+    for name, value in fills.items():
+        if (tensor := weight.tensors.get(name)) is not None:
+            tensor.fill_(value)
+    if weight.order is not None:
+        torch.arange(weight.num_in, out=weight.order)
+
+
+def _coded(values: torch.Tensor, code: CodeName) -> torch.Tensor:
+    """Return whole numbers as codes."""
+    if code == "int8":
+        return values
+    signs = values.lt(0).mul(8) if code == "e2m1" else 8
+    codes = (values.abs() if code == "e2m1" else values).add(signs).to(torch.uint8)
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def _bound(num_in: int) -> float:
+    """Return the largest of uniform values with the standard deviation of weights."""
+    return sqrt(3 / num_in)
+
+
+def _uniform(name: str, rows: slice, columns: slice, device: torch.device) -> torch.Tensor:
     """Return a part of a tensor, [rows, columns] float32, uniform from -1 to 1."""
 
-    def numbers(each: range) -> torch.Tensor:
+    def numbers(each: slice) -> torch.Tensor:
         return torch.arange(each.start, each.stop, dtype=torch.int32, device=device)
 
     row = _mixed(numbers(rows) ^ _int32(zlib.crc32(name.encode())))

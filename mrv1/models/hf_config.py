@@ -11,6 +11,7 @@ from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, Architecture, missing_feature
 from mrv1.models.experts import experts_config
 from mrv1.models.files import not_positive, raise_problems
+from mrv1.models.quantization import read_quantization
 from mrv1.models.rope import RopeConfig
 from mrv1.models.vision import vision_config
 
@@ -31,27 +32,11 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
             given = part.get(key)
             if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
                 problems.append(f"{name}{key}: expected one of {WEIGHT_DTYPES}, got {given!r}")
-        quantization = part.get("quantization_config")
-        if quantization is not None and not _only_kv_cache(quantization):
-            is_named = isinstance(quantization, Mapping)
-            method = quantization.get("quant_method") if is_named else None
-            problems.append(
-                f"{name}quantization_config: expected none, got quant_method {method!r}; "
-                "quantized checkpoints are not supported: use the unquantized one"
-            )
+    try:
+        read_quantization(raw, {})
+    except ConfigError as error:
+        problems.append(str(error))
     return problems
-
-
-def _only_kv_cache(quantization: object) -> bool:
-    """Whether compressed-tensors quantized no weight, but calibrated an fp8 KV cache."""
-    if not isinstance(quantization, Mapping) or quantization.get("config_groups"):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and isinstance(scheme, Mapping)
-        and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
-    )
 
 
 def architecture_name(raw: Mapping[str, Any]) -> str:
@@ -119,6 +104,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "norm_order": family.norm_order,
         "rope_interleaved": family.rope_interleaved,
         "eos_token_ids": token_ids(text.eos_token_id),
+        "quantization": read_quantization(raw, {}),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from mrv1.config import Dtype, LoadFormatName, dtype_name
+from mrv1.config import Dtype, LoadFormatName, QuantizationName, dtype_name
 from mrv1.device import kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import Ops, select_ops
@@ -27,19 +28,18 @@ from mrv1.models.experts import ExpertNames
 from mrv1.models.files import raise_problems
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
+from mrv1.models.places import Place, dtype_text, memory_of
+from mrv1.models.quantization import Quantization
 from mrv1.models.weights import (
     EMBED,
     HEAD,
     ModelWeights,
-    checkpoint_tensors,
+    checkpoint_places,
     empty_weights,
     random_weights,
-    rank_part,
 )
 from mrv1.progress import progress_bar
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Dtypes in which a weight may be stored, as safetensors names them."""
 NON_WEIGHT_SUFFIXES = (
     "rotary_emb.inv_freq",  # a buffer that old checkpoints carry along
     ".k_scale",  # scale of an fp8 KV cache: Checkpoint.kv_scales reads it for kv_scale="head"
@@ -57,12 +57,13 @@ def load_model(
     parallel: ParallelContext | None = None,
     deterministic: bool = False,
     load_format: LoadFormatName = "auto",
+    quantization: QuantizationName | None = None,
 ) -> DecoderModel:
     """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
     Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
-    the model is never in memory twice. Of several ranks, each reads only its part. Tensors of a
-    GGUF file are dequantized one by one, as a whole.
+    the model is never in memory twice. Of several ranks, each reads only its part. Quantized
+    matrices stay codes; tensors of a GGUF file are dequantized one by one, as a whole.
 
     Args:
         path: whatever ``EngineConfig.model`` may be.
@@ -73,14 +74,15 @@ def load_model(
         parallel: as in ``DecoderModel``.
         deterministic: as in ``DecoderModel``.
         load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
+        quantization: as in ``EngineConfig``.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
-            misshaped, quantized or unreadable; one message lists everything found. Or ``dummy``
-            weights of a GGUF file.
+            misshaped, of another dtype or unreadable; one message lists everything found. Or
+            ``dummy`` weights of a GGUF file.
     """
     checkpoint = Checkpoint.open(path)
-    config = ModelConfig.from_pretrained(checkpoint.path)
+    config = ModelConfig.from_pretrained(checkpoint.path, quantization=quantization)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
         if isinstance(checkpoint, GGUFCheckpoint):
@@ -138,19 +140,18 @@ def load_weights(
     _leave_out_drafter(scan, config)
     if config.expert_names is not None:
         _split_experts(scan, config.expert_names, config.hidden_size)
-    wanted = checkpoint_tensors(config, empty_weights(config, "meta", dtype))
+    if config.quantization is not None:
+        _rename(scan, config.quantization)
+    vocab_rows = parallel.vocab_rows(config.vocab_size)
+    # Without memory at first: all that headers tell is known to be right before any is taken.
+    meta = empty_weights(own, "meta", dtype, vocab_rows=vocab_rows)
+    wanted = checkpoint_places(own, meta, whole=config, parallel=parallel)
     problems = scan.problems + _differences(scan, wanted)
     if config.tie_word_embeddings:
         problems += _untied_head(checkpoint, scan)
     raise_problems(checkpoint.where, problems)
-    weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
-    places = checkpoint_tensors(own, weights)
-    stored = {name: scan.tensors[name] for name in places}
-    parts = {
-        name: rank_part(name, stored[name].shape, place.shape, parallel)
-        for name, place in places.items()
-        if place.shape != stored[name].shape
-    }
+    weights = empty_weights(own, device, dtype, vocab_rows=vocab_rows)
+    places = checkpoint_places(own, weights, whole=config, parallel=parallel)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -159,14 +160,30 @@ def load_weights(
         TimeRemainingColumn(),
     )
     with progress_bar(*columns, visible=progress, transient=False) as bar:
-        task = bar.add_task("Loading weights", total=sum(t.nbytes for t in places.values()))
-        for name, values in checkpoint.read(stored, parts):
-            place, num_rows = places[name], len(values)
-            place[:num_rows].copy_(values)
-            if num_rows < len(place):  # rows that pad the vocabulary
-                place[num_rows:].zero_()
-            bar.advance(task, place.nbytes)
+        nbytes = sum(tensor.nbytes for tensor in memory_of(places.values()))
+        task = bar.add_task("Loading weights", total=nbytes)
+        for of_small in (True, False):  # scales first: an error in one needs no codes
+            some = {name: each for name, each in places.items() if each.is_small == of_small}
+            parts = {name: each.part for name, each in some.items() if not each.is_whole}
+            stored = {name: scan.tensors[name] for name in some}
+            for name, values in checkpoint.read(stored, parts):
+                place = some[name]
+                if place.problem is not None and (problem := place.problem(values)) is not None:
+                    problems.append(f"{name}: {problem}")
+                place.fill(values)
+                place.pad()
+                bar.advance(task, sum(tensor.nbytes for tensor in place.memory))
+            raise_problems(checkpoint.where, problems)
     return weights
+
+
+def _rename(scan: Scan, quantization: Quantization) -> None:
+    """Give stored tensors the names that their method has for them."""
+    if scan.named is not None:
+        names = Counter(map(quantization.renamed, scan.named))
+        scan.problems += [f"{name}: stored twice" for name, count in names.items() if count > 1]
+        scan.named = set(names)
+        scan.tensors = {quantization.renamed(n): tensor for n, tensor in scan.tensors.items()}
 
 
 def _rename_tied_head(scan: Scan) -> None:
@@ -210,7 +227,7 @@ def _split_experts(scan: Scan, names: ExpertNames, hidden_size: int) -> None:
         scan.named, scan.tensors = named, tensors
 
 
-def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+def _differences(scan: Scan, wanted: Mapping[str, Place]) -> list[str]:
     """Return every difference between the checkpoint's tensors and the model's."""
     if scan.named is None:
         return []
@@ -223,12 +240,14 @@ def _differences(scan: Scan, wanted: Mapping[str, torch.Tensor]) -> list[str]:
     for name, stored in scan.tensors.items():
         if name not in wanted:
             continue
-        shape = tuple(wanted[name].shape)
-        if stored.shape != shape:
-            problems.append(f"{name}: expected shape {list(shape)}, got {list(stored.shape)}")
-        if stored.dtype not in FLOAT_DTYPES:
-            expected = ", ".join(FLOAT_DTYPES)
-            problems.append(f"{name}: expected dtype {expected}, got {stored.dtype}")
+        place = wanted[name]
+        if not place.fits(stored.shape):
+            problems.append(
+                f"{name}: expected shape {list(place.shape)}, got {list(stored.shape)}"
+            )
+        dtypes = [*map(dtype_text, place.dtypes)]
+        if stored.dtype not in dtypes:
+            problems.append(f"{name}: expected dtype {', '.join(dtypes)}, got {stored.dtype}")
     return problems
 
 

@@ -11,6 +11,7 @@ from mrv1.models.config import ModelConfig
 from mrv1.models.experts import ExpertNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.loading import NON_WEIGHT_SUFFIXES
+from mrv1.models.places import Place
 from mrv1.models.vision import text_name
 from mrv1.models.weights import EMBED, HEAD
 
@@ -19,7 +20,7 @@ NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def checked_update(
-    targets: Mapping[str, torch.Tensor],
+    places: Mapping[str, Place],
     named_tensors: NamedTensors,
     *,
     config: ModelConfig,
@@ -27,8 +28,9 @@ def checked_update(
 ) -> dict[str, torch.Tensor]:
     """Return the new tensors by name, without those that are no weights; nothing is written.
 
-    ``targets`` are the ``checkpoint_tensors`` of the whole model, whose configuration is
-    ``config``; with ``partial``, some may be missing. A tied head is the embedding: given without
+    Scales come before codes. ``places`` are the ``checkpoint_places`` of the model, whose
+    configuration, that of the whole model, is ``config``; with ``partial``, some may be missing,
+    but none of a quantized module without the others. A tied head is the embedding: given without
     it, it takes its place. Experts may have their names in a transformers model in memory.
 
     Raises:
@@ -38,21 +40,23 @@ def checked_update(
     given = {name: tensor for name, tensor in given.items() if not config.is_of_drafter(name)}
     if config.expert_names is not None:
         given = _single_experts(given, config.expert_names, config.hidden_size)
-    tied = given.pop(HEAD, None) if HEAD not in targets else None
+    if config.quantization is not None:
+        given = {config.quantization.renamed(name): tensor for name, tensor in given.items()}
+    tied = given.pop(HEAD, None) if HEAD not in places else None
     if tied is not None and EMBED not in given:  # under one of the two names, as in a checkpoint
         given[EMBED] = tied
     tensors = {
         name: tensor
         for name, tensor in given.items()
-        if name in targets or not name.endswith(NON_WEIGHT_SUFFIXES)
+        if name in places or not name.endswith(NON_WEIGHT_SUFFIXES)
     }
-    problems = list(_problems(tensors, targets, partial=partial))
+    problems = list(_problems(tensors, places, partial=partial))
     if tied is not None and not problems:
-        problems += _tied_problems(tied, tensors.get(EMBED, targets[EMBED]))
+        problems += _tied_problems(tied, tensors[EMBED], places[EMBED])
     if problems:
         more = f" (and {len(problems) - 1} more problems)" if problems[1:] else ""
         raise ConfigError(f"update_weights: {problems[0]}{more}; no weight was changed")
-    return tensors
+    return dict(sorted(tensors.items(), key=lambda each: not places[each[0]].is_small))
 
 
 def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tensor]:
@@ -113,48 +117,43 @@ def _single_experts(
 
 
 def _problems(
-    tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor], *, partial: bool
+    tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place], *, partial: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with tensors that are to fill ``targets``."""
+    """Yield what is wrong with tensors that are to fill ``places``."""
     for name, tensor in tensors.items():
-        if name not in targets:
+        if name not in places:
             yield f"{name}: expected the name of a tensor of the model, got an unknown one"
-        elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            yield f"{name}: expected a plain torch.Tensor, got {type(tensor).__name__}"
-        elif tensor.dtype not in WEIGHT_DTYPES:
-            yield f"{name}: expected a dtype of {WEIGHT_DTYPES}, got {tensor.dtype}"
-        elif tensor.is_meta or tensor.layout is not torch.strided:
-            kind = "one without data" if tensor.is_meta else str(tensor.layout)
-            yield f"{name}: expected a dense tensor, got {kind}"
-        elif tensor.shape != targets[name].shape:
-            expected = list(targets[name].shape)
-            yield f"{name}: expected shape {expected}, got {list(tensor.shape)}"
-    if not partial:
-        for name in [name for name in targets if name not in tensors]:
+        else:
+            yield from _problems_of(name, tensor, places[name])
+    modules = {places[name].module for name in tensors if name in places}
+    for name, place in places.items():
+        if name in tensors:
+            continue
+        if not partial:
             yield f"{name}: expected a tensor for it, got none (partial=True allows this)"
+        elif place.module is not None and place.module in modules:
+            yield f"{name}: expected a tensor for it, as for others of {place.module}, got none"
 
 
-def _tied_problems(head: torch.Tensor, embed: torch.Tensor) -> Iterator[str]:
+def _problems_of(name: str, tensor: torch.Tensor, place: Place) -> Iterator[str]:
+    """Yield what is wrong with one tensor."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        yield f"{name}: expected a plain torch.Tensor, got {type(tensor).__name__}"
+    elif tensor.dtype not in place.dtypes:
+        dtypes = WEIGHT_DTYPES if place.module is None else tuple(place.dtypes)
+        yield f"{name}: expected a dtype of {dtypes}, got {tensor.dtype}"
+    elif tensor.is_meta or tensor.layout is not torch.strided:
+        kind = "one without data" if tensor.is_meta else str(tensor.layout)
+        yield f"{name}: expected a dense tensor, got {kind}"
+    elif not place.fits(tensor.shape):
+        yield f"{name}: expected shape {list(place.shape)}, got {list(tensor.shape)}"
+    elif place.problem is not None and (problem := place.problem(tensor)) is not None:
+        yield f"{name}: {problem}"
+
+
+def _tied_problems(head: torch.Tensor, embed: torch.Tensor, place: Place) -> Iterator[str]:
     """Yield a problem if a given head is not the embedding that it is tied to."""
-    problems = list(_problems({HEAD: head}, {HEAD: embed}, partial=True))
+    problems = list(_problems_of(HEAD, head, place))
     yield from problems
     if not problems and not torch.equal(head.to(embed.device, embed.dtype), embed):
         yield f"{HEAD}: expected {EMBED}, to which it is tied, got other values"
-
-
-@torch.no_grad()  # a parameter that a trainer gives would make a weight require gradients
-def write_rows(
-    target: torch.Tensor, part: tuple[slice, ...], first_row: int, values: torch.Tensor
-) -> None:
-    """Write rows of a tensor, from ``first_row`` on, to a rank's part of it, if that has them.
-
-    The part is ``rank_part``'s; padding after its rows becomes 0. On the current stream.
-    """
-    own, *columns = part
-    num_own = own.stop - own.start
-    start, stop = max(own.start, first_row), min(own.stop, first_row + len(values))
-    if start < stop:
-        rows = values[(slice(start - first_row, stop - first_row), *columns)]
-        target[start - own.start : stop - own.start].copy_(rows)
-    if num_own < len(target):
-        target[num_own:].zero_()

@@ -2,52 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
+from mrv1.models.files import raise_problems
 from mrv1.models.parallel import ParallelContext
+from mrv1.models.places import FLOAT_DTYPES, Place
+from mrv1.models.quantization import ModuleFormat, ModulePart, shared_rows
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 """A checkpoint's tensors with a row for each token."""
+
+
+Matrix = torch.Tensor | QuantizedWeight
+"""[out, in], in the model's dtype, or codes with scales."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
     """A linear layer's matrix and bias."""
 
-    matrix: torch.Tensor | QuantizedWeight
-    """[out, in], in the model's dtype, or codes with scales."""
+    matrix: Matrix | tuple[Matrix, ...]
+    """[out, in]; several where modules that follow each other are stored in different ways."""
     bias: torch.Tensor | None = None
     """[out], in the model's dtype; None = none."""
 
     @property
+    def parts(self) -> tuple[Matrix, ...]:
+        """The matrices that follow each other."""
+        return self.matrix if isinstance(self.matrix, tuple) else (self.matrix,)
+
+    @property
     def shape(self) -> torch.Size:
         """[out, in]."""
-        return self.matrix.shape
+        parts = self.parts
+        return torch.Size((sum(part.shape[0] for part in parts), parts[0].shape[1]))
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's dtype."""
-        return self.matrix.dtype
+        return self.parts[0].dtype
 
     @property
     def plain(self) -> torch.Tensor:
         """``matrix`` in the model's dtype; ValueError: it is quantized."""
-        if isinstance(self.matrix, QuantizedWeight):
-            raise ValueError(f"weight: expected a plain matrix, got {self.matrix.code} codes")
+        if not isinstance(self.matrix, torch.Tensor):
+            codes = [p.code for p in self.parts if isinstance(p, QuantizedWeight)]
+            raise ValueError(f"weight: expected a plain matrix, got {', '.join(codes)} codes")
         return self.matrix
 
     @property
     def prefetched(self) -> torch.Tensor:
-        """What a product reads of the matrix, but for scales."""
-        matrix = self.matrix
-        return matrix.codes if isinstance(matrix, QuantizedWeight) else matrix
+        """What a product reads first of the matrix, but for scales."""
+        first = self.parts[0]
+        return first.codes if isinstance(first, QuantizedWeight) else first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix, with its scales, and of the bias."""
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return bias + sum(part.nbytes for part in self.parts)
+
+    def rows(self, start: int, stop: int) -> Matrix:
+        """Return views of rows, which are those of one module."""
+        for part in self.parts:
+            if stop <= part.shape[0]:
+                return (
+                    part[start:stop] if isinstance(part, torch.Tensor) else part.rows(start, stop)
+                )
+            start, stop = start - part.shape[0], stop - part.shape[0]
+        raise ValueError("weight: expected rows of one module, got more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,18 +275,36 @@ def empty_weights(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def field(place: _Place) -> Any:  # noqa: ANN401 - a field of LayerWeights
+    def matrix(place: _Place, columns: int, index: int) -> Matrix | tuple[Matrix, ...]:
+        sizes, is_cut = [*place.parts.values()], len(place.parts) > 1
+        formats = [_format(config, index, name) for name in place.parts]
+
+        def new(forms: Sequence[ModuleFormat | None], rows: Sequence[int]) -> Matrix:
+            quantized = [form for form in forms if form is not None]
+            if not quantized:
+                return empty(sum(rows), columns)
+            shared = shared_rows(quantized, rows, is_cut=is_cut)
+            return quantized[0].empty(
+                rows, columns, rows_per_scale=shared, dtype=dtype, device=device
+            )
+
+        first, *others = formats
+        if all(each is None if first is None else first.fuses_with(each) for each in others):
+            return new(formats, sizes)
+        return tuple(new([form], [rows]) for form, rows in zip(formats, sizes, strict=True))
+
+    def field(place: _Place, index: int) -> Any:  # noqa: ANN401 - a field of LayerWeights
         rows = sum(place.parts.values())
         if place.columns is None:
             return empty(rows)
         bias = empty(rows) if place.has_bias else None
-        return Weight(matrix=empty(rows, place.columns), bias=bias)
+        return Weight(matrix=matrix(place, place.columns, index), bias=bias)
 
     def layer(index: int) -> LayerWeights:
         places = _layer_places(config, index)
         experts = _empty_experts(config, device, dtype) if config.has_experts(index) else None
         return LayerWeights(
-            **{name: field(place) for name, place in places.items()}, experts=experts
+            **{name: field(place, index) for name, place in places.items()}, experts=experts
         )
 
     vocab_rows = config.vocab_size if vocab_rows is None else vocab_rows
@@ -270,7 +319,69 @@ def empty_weights(
 
 
 def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
-    """Return the tensor or view that each tensor of a checkpoint fills; a tied head has none."""
+    """Return the tensor or view that each tensor of a checkpoint fills; a tied head has none.
+
+    What quantized tensors fill, their codes and scales, may have another shape than is stored.
+    """
+    places = checkpoint_places(config, weights)
+    return {name: each.target for name, each in places.items() if each.target is not None}
+
+
+def checkpoint_places(
+    config: ModelConfig,
+    weights: ModelWeights,
+    *,
+    whole: ModelConfig | None = None,
+    parallel: ParallelContext | None = None,
+) -> dict[str, Place]:
+    """Return where each tensor of a checkpoint goes; a tied head has no place.
+
+    Args:
+        config: the rank's own configuration.
+        weights: the rank's weights, of ``empty_weights``; on device ``meta`` if need be.
+        whole: the configuration of the whole model; None = ``config``.
+        parallel: the rank.
+
+    Raises:
+        ConfigError: modules are quantized that cannot be, or a rank would have a part of a group
+            that shares a scale.
+    """
+    whole, parallel = whole or config, parallel or ParallelContext()
+    plain = _plain_tensors(config, weights)
+    wholes = plain
+    if whole is not config or parallel.size > 1:
+        without = replace(whole, quantization=None)
+        wholes = _plain_tensors(without, empty_weights(without, "meta", weights.embed.dtype))
+    places: dict[str, Place] = {}
+    for name, target in plain.items():
+        shape = tuple(wholes[name].shape)
+        part = rank_part(name, shape, target.shape, parallel)
+        places[name] = Place(target=target, shape=shape, part=part, dtypes=FLOAT_DTYPES)
+    if config.quantization is not None:
+        raise_problems("quantization_config", _quantization_problems(whole))
+        problems = []
+        for form, module, weight in quantized_modules(
+            config, weights, whole=whole, parallel=parallel
+        ):
+            try:
+                tensors = form.places(module, weight)
+            except ConfigError as error:
+                problems.append(str(error))
+            else:
+                places |= {f"{module.name}.{last}": each for last, each in tensors.items()}
+        raise_problems("quantization_config", problems)
+    return places
+
+
+def _format(config: ModelConfig, layer: int, name: str) -> ModuleFormat | None:
+    """Return how a module of a layer is stored; None = in full precision."""
+    if config.quantization is None:
+        return None
+    return config.quantization.module(f"model.layers.{layer}.{name}")
+
+
+def _plain_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """Return the tensor or view that each tensor fills that is not of a quantized module."""
     tensors = {EMBED: weights.embed, "model.norm.weight": weights.final_norm}
     if not config.tie_word_embeddings:
         tensors[HEAD] = weights.lm_head.plain
@@ -279,14 +390,63 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, 
             tensors |= _expert_tensors(config, layer.experts, f"model.layers.{index}")
         for field, place in _layer_places(config, index).items():
             filled, start = getattr(layer, field), 0
-            is_vector = place.columns is None
             for name, num_rows in place.parts.items():
                 stored, rows = f"model.layers.{index}.{name}", slice(start, start + num_rows)
-                tensors[f"{stored}.weight"] = (filled if is_vector else filled.plain)[rows]
+                if place.columns is None:
+                    tensors[f"{stored}.weight"] = filled[rows]
+                elif _format(config, index, name) is None:
+                    tensors[f"{stored}.weight"] = filled.rows(rows.start, rows.stop)
                 if place.has_bias:
                     tensors[f"{stored}.bias"] = filled.bias[rows]
                 start += num_rows
     return tensors
+
+
+def quantized_modules(
+    config: ModelConfig,
+    weights: ModelWeights,
+    *,
+    whole: ModelConfig,
+    parallel: ParallelContext,
+) -> Iterator[tuple[ModuleFormat, ModulePart, QuantizedWeight]]:
+    """Yield each quantized module: its format, a rank's part, and that part of the weights.
+
+    Arguments as in ``checkpoint_places``.
+    """
+    for index, layer in enumerate(weights.layers):
+        of_whole = _layer_places(whole, index)
+        for field, place in _layer_places(config, index).items():
+            start, columns = 0, of_whole[field].columns
+            for name, num_rows in place.parts.items():
+                stop, form = start + num_rows, _format(config, index, name)
+                if form is not None and place.columns is not None and columns is not None:
+                    shape = of_whole[field].parts[name], columns
+                    rows, inputs = parallel.part(shape, (num_rows, place.columns))
+                    module = f"model.layers.{index}.{name}"
+                    part = ModulePart(name=module, shape=shape, rows=rows, inputs=inputs)
+                    weight = getattr(layer, field).rows(start, stop)
+                    if isinstance(weight, QuantizedWeight):
+                        yield form, part, weight
+                start = stop
+
+
+def _quantization_problems(config: ModelConfig) -> list[str]:
+    """Return a problem for each quantized module that this model cannot have quantized."""
+    quantization, family = config.quantization, ARCHITECTURES[config.architecture].experts
+    kinds = {"model.embed_tokens": "Embedding", "lm_head": "Linear"}
+    for index in range(config.num_layers):
+        if config.has_experts(index) and family is not None:
+            block = f"model.layers.{index}.{family.block}"
+            kinds |= dict.fromkeys(
+                (f"{block}.gate", f"{block}.experts.0.{family.parts[0]}"), "Linear"
+            )
+    return [
+        f"{name}: expected full precision (embedding, head, routers and experts), got a module "
+        f"that {quantization.method} has quantized; list it in ignore or modules_to_not_convert "
+        "if it is not"
+        for name, kind in kinds.items()
+        if quantization is not None and quantization.holds(name, kind)
+    ]
 
 
 def random_weights(

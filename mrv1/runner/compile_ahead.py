@@ -100,7 +100,9 @@ class KernelSet:
         """
         config = replace(config, model=str(checkpoint_dir(config.model)))
         model = ModelConfig.from_pretrained(
-            config.model, generation_config=config.generation_config
+            config.model,
+            generation_config=config.generation_config,
+            quantization=config.quantization,
         )
         gpu = _gpu(target)
         return cls(

@@ -16,10 +16,8 @@ from mrv1.models import (
     NamedTensors,
     ParallelContext,
     checked_update,
-    checkpoint_tensors,
-    empty_weights,
-    rank_part,
-    write_rows,
+    checkpoint_places,
+    memory_of,
 )
 from mrv1.runner.device_memory import release_cached_memory
 from mrv1.runner.device_step import DeviceStep
@@ -100,14 +98,12 @@ class SleepMode:
         self, step: DeviceStep, model_config: ModelConfig, parallel: ParallelContext
     ) -> None:
         """Take a rank's step, and the configuration of the whole model."""
-        self._step, model, self._parallel = step, step.model, parallel
+        self._step, model = step, step.model
         self._config = model_config
-        self._targets = checkpoint_tensors(model.config, model.weights)
-        self._whole = checkpoint_tensors(
-            model_config, empty_weights(model_config, "meta", model.dtype)
+        self._places = checkpoint_places(
+            model.config, model.weights, whole=model_config, parallel=parallel
         )
-        """Tensors of the whole model, without memory."""
-        self._weights = _Memory(self._targets.values())
+        self._weights = _Memory(memory_of(self._places.values()))
         self._parts: Mapping[SleepTag, _Memory] = {
             "weights": self._weights,
             "kv_cache": _Memory(step.kv_cache.buffers),
@@ -167,7 +163,7 @@ class SleepMode:
         self._asleep, self._absent = set(TAGS), []
         self._parts["kv_cache"].free()
         if level == 2:
-            self._unwritten = dict.fromkeys(self._targets)
+            self._unwritten = dict.fromkeys(self._places)
             self._weights.copies = []
         if level == 2 or self._weights.copies:
             self._weights.free()
@@ -236,12 +232,7 @@ class SleepMode:
         self, named_tensors: NamedTensors, *, partial: bool
     ) -> dict[str, torch.Tensor]:
         """Return new tensors of the whole model, checked; see ``mrv1.models.checked_update``."""
-        return checked_update(
-            self._whole,
-            named_tensors,
-            config=self._config,
-            partial=partial,
-        )
+        return checked_update(self._places, named_tensors, config=self._config, partial=partial)
 
     def begin_update(self, names: Iterable[str]) -> None:
         """Count tensors as half written until ``end_update``, which an interrupt may prevent."""
@@ -253,9 +244,7 @@ class SleepMode:
 
     def write(self, name: str, first_row: int, values: torch.Tensor) -> None:
         """Write rows of a tensor of the whole model to where this rank has them, if it does."""
-        target = self._targets[name]
-        part = rank_part(name, self._whole[name].shape, target.shape, self._parallel)
-        write_rows(target, part, first_row, values)
+        self._places[name].write(first_row, values)
 
     def allocate_features(self) -> None:
         """Allocate the feature buffer, which graphs read, or raise CapacityError."""

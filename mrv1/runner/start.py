@@ -75,7 +75,11 @@ def build_parts(
         ops = synced(ops, device)
     # Small files come before the weights: an error in one fails at once, not minutes later.
     model_config = (
-        ModelConfig.from_pretrained(config.model, generation_config=config.generation_config)
+        ModelConfig.from_pretrained(
+            config.model,
+            generation_config=config.generation_config,
+            quantization=config.quantization,
+        )
         if model is None
         else model.whole_config
     )
@@ -129,6 +133,7 @@ def build_parts(
             parallel=parallel,
             deterministic=config.deterministic,
             load_format=config.load_format,
+            quantization=config.quantization,
         )
         clock.lap("weights")
     clock.lap("kernels")

@@ -64,7 +64,7 @@ def test_weight_bytes_equal_those_of_the_loaded_tensors():
     weights = random_weights(TINY, device="cpu", dtype=torch.float32, seed=0)
     parts = [weights.embed, weights.final_norm]
     parts += [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
-    tensors = [each.values if isinstance(each, Weight) else each for each in parts]
+    tensors = [each.plain if isinstance(each, Weight) else each for each in parts]
     tensors += [each.bias for each in parts if isinstance(each, Weight)]
     num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
     assert step_weight_bytes(TINY, torch.float32) == num_bytes

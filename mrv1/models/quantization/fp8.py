@@ -1,0 +1,133 @@
+"""FP8 checkpoints of transformers (``quant_method: fp8``), and of DeepSeek, vLLM and FBGEMM.
+
+    weight               [out, in] float8_e4m3fn
+    weight_scale_inv     [out / 128, in / 128] float32, or exponents of two: despite its name what
+                         codes are multiplied by; without blocks one number, or weight_scale
+    activation_scale     of a static scheme, or input_scale: one number
+
+A module is not quantized if a name of ``modules_to_not_convert`` ends its name, or matches its
+beginning as a pattern, up to the end of a part between dots; without the list the head alone.
+
+Source: transformers 5 (FineGrainedFP8Config, FbgemmFp8Config, ``should_convert_module``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.models.places import Place
+from mrv1.models.quantization.formats import (
+    EXPONENT_DTYPES,
+    SCALE_DTYPES,
+    ModuleFormat,
+    ModulePart,
+    checked_place,
+    scale_place,
+    scale_problem,
+)
+from mrv1.models.quantization.scheme import Quantization
+from mrv1.models.quantization.settings import Settings, pattern
+
+METHODS = ("fp8", "fbgemm_fp8")
+SCALE = "weight_scale_inv"
+INPUT_SCALE = "activation_scale"
+_RENAMED = {"weight_scale": SCALE, "input_scale": INPUT_SCALE}
+"""Other names of a module's tensors."""
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
+"""The end of a part between dots, which a name that is skipped ends at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8Format(ModuleFormat):
+    """A module of an FP8 checkpoint."""
+
+    is_static: bool = False
+    """Whether there is a static scale of inputs."""
+
+    def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
+        """Return the places of a module's tensors."""
+        scale = scale_place(
+            part,
+            weight.scales,
+            weight,
+            rows=self.rows,
+            inputs=self.inputs,
+            shape=(1,) if self.rows == 0 else None,
+            dtypes=(*SCALE_DTYPES, *EXPONENT_DTYPES),
+        )
+        places = {SCALE: scale}
+        if self.is_static:
+            places[INPUT_SCALE] = checked_place(
+                part, (1,), dtypes=SCALE_DTYPES, problem=scale_problem
+            )
+        places["weight"] = Place(
+            target=weight.codes,
+            shape=part.shape,
+            part=(part.rows, part.inputs),
+            dtypes=(weight.codes.dtype,),
+            module=part.name,
+        )
+        return places
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FP8(Quantization):
+    """``quantization_config`` of an FP8 checkpoint."""
+
+    method: ClassVar[str] = "fp8"
+
+    form: FP8Format
+    skipped: tuple[str, ...]
+    """``modules_to_not_convert``."""
+    prefix: str = "model."
+    """Beginning of the names of the checkpoint's layers."""
+
+    @property
+    def formats(self) -> tuple[FP8Format, ...]:
+        """The one format."""
+        return (self.form,)
+
+    def holds(self, name: str, kind: str) -> bool:
+        """Whether a linear module is not skipped; embeddings are never quantized."""
+        own = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        return kind == "Linear" and not any(
+            own.endswith(each) or re.match(f"(?:{each}){_BOUNDARY}", own) for each in self.skipped
+        )
+
+    def module(self, name: str) -> FP8Format | None:
+        """Return the format of a linear module."""
+        return self.form if self.holds(name, "Linear") else None
+
+    def renamed(self, name: str) -> str:
+        """Return transformers' name of a stored tensor."""
+        module, _, last = name.rpartition(".")
+        return f"{module}.{_RENAMED[last]}" if module and last in _RENAMED else name
+
+
+def read_fp8(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> FP8:
+    """Return a checkpoint's quantization; ConfigError: something that is not read."""
+    is_fbgemm = config.choice("quant_method", METHODS) == "fbgemm_fp8"
+    config.refuse("modules_to_convert", "dequantize")
+    config.choice("fmt", ("e4m3",), "e4m3")
+    config.choice("expert_dtype", ("fp8",), "fp8")
+    skipped = config.names("modules_to_not_convert") or config.names("ignored_layers")
+    for each in skipped:
+        pattern(f"{config.name}.modules_to_not_convert", each)
+    scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
+    rows, inputs = 1 if is_fbgemm else 0, 0
+    if config.get("weight_block_size") is not None:
+        rows, inputs = config.pair("weight_block_size")
+    form = FP8Format(
+        code="e4m3",
+        rows=rows,
+        inputs=inputs,
+        scale_dtype=scale_dtype,
+        activations=None if inputs else "token",
+        is_static=scheme == "static",
+    )
+    return FP8(form=form, skipped=skipped or ("lm_head",), prefix=prefix)

@@ -1,0 +1,98 @@
+"""What a checkpoint's quantization says: which modules are stored how."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mrv1.models.quantization.formats import ModuleFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization(ABC):
+    """The quantization of a checkpoint, or of a model while it loads."""
+
+    method: ClassVar[str]
+    """As ``quant_method`` names it."""
+
+    @abstractmethod
+    def module(self, name: str) -> ModuleFormat | None:
+        """Return how a linear module's matrix is stored; None = in full precision.
+
+        ``name`` is one of the checkpoint's, without a vision model's prefix, such as
+        ``model.layers.0.self_attn.q_proj``.
+        """
+
+    def holds(self, name: str, kind: str) -> bool:
+        """Whether a module of class ``kind`` is quantized: a head, an embedding, an expert."""
+        return kind == "Linear" and self.module(name) is not None
+
+    def renamed(self, name: str) -> str:
+        """Return this method's name of a stored tensor that has several."""
+        return name
+
+    def of_layers(self, layers: Sequence[int]) -> Quantization:
+        """Return the quantization of a model that has only these of the layers."""
+        return _OfLayers(every=self, layers=tuple(layers))
+
+    @property
+    @abstractmethod
+    def formats(self) -> tuple[ModuleFormat, ...]:
+        """The formats of modules, each once."""
+
+    def describe(self) -> str:
+        """Return the method and the formats in words."""
+        return f"{self.method}: {' and '.join(map(describe_format, self.formats))}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfLayers(Quantization):
+    """The quantization of some layers, which are numbered anew."""
+
+    method: ClassVar[str] = ""
+
+    every: Quantization
+    layers: tuple[int, ...]
+
+    @property
+    def formats(self) -> tuple[ModuleFormat, ...]:
+        return self.every.formats
+
+    def module(self, name: str) -> ModuleFormat | None:
+        return self.every.module(self._own(name))
+
+    def holds(self, name: str, kind: str) -> bool:
+        return self.every.holds(self._own(name), kind)
+
+    def describe(self) -> str:
+        return self.every.describe()
+
+    def _own(self, name: str) -> str:
+        def number(match: re.Match[str]) -> str:
+            return f"{match[1]}{self.layers[int(match[2])]}."
+
+        return re.sub(r"^(model\.layers\.)(\d+)\.", number, name)
+
+
+BITS = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "int4": "INT4", "uint4": "INT4", "e2m1": "MXFP4"}
+"""Codes in words."""
+
+
+def describe_format(form: ModuleFormat) -> str:
+    """Return a format in words: bits, what shares a scale, activations."""
+    shared = "a scale per "
+    if form.rows == 1:
+        shared += f"group of {form.inputs} inputs" if form.inputs else "output"
+    elif form.rows == 0 and form.inputs == 0:
+        shared += "matrix"
+    else:
+        shared += f"block of {form.rows or 'all'} x {form.inputs or 'all'}"
+    text = f"{BITS.get(form.code, form.code)} weights, {shared}"
+    if form.zeros_dtype is not None:
+        text += ", zero points"
+    if form.has_order:
+        text += ", inputs in an order of their own"
+    return text + (", FP8 activations" if form.activations else "")

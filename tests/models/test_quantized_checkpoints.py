@@ -1,0 +1,173 @@
+"""Compressed checkpoints equal what the library that wrote them decompresses, whole and in parts.
+
+The library is compressed-tensors; the oracle of a model is transformers with those weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+
+from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.registry import select_ops
+from mrv1.models import (
+    DecoderModel,
+    ModelConfig,
+    ParallelContext,
+    checkpoint_places,
+    load_model,
+    memory_of,
+)
+from mrv1.models.quantization import ModulePart, read_quantization, shared_rows
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import expected_logits, tiny_config
+from tests.models.quantized import SCHEMES, calibrate, group, save_compressed
+from tests.thread_ranks import on_ranks
+
+PROMPT = [(7 * i) % 160 for i in range(40)]
+SIZES = {"intermediate_size": 128}
+"""Of models whose MLP two ranks share, in groups of 32 and 64."""
+
+
+def load(path: Path, parallel: ParallelContext | None = None, **options: Any) -> DecoderModel:
+    settings = {"device": "cpu", "dtype": torch.float64, "ops": select_ops("reference")}
+    return load_model(path, **(settings | options), progress=False, parallel=parallel)
+
+
+def logits_of(model: DecoderModel) -> torch.Tensor:
+    """Return the logits of the prompt, in chunks of 24 tokens."""
+    blocks = blocks_needed([PROMPT], 16)
+    return PagedDriver(model, block_size=16, num_blocks=blocks).logits([PROMPT], 24)[0]
+
+
+def compressed(
+    name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict[str, Any]]:
+    """Return a module's stored tensors, their decompressed values, and its ``config.json``."""
+    generator = torch.Generator().manual_seed(0)
+    module = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)
+    module.weight.data.normal_(0.1, 1.0, generator=generator)
+    scheme = QuantizationScheme(**SCHEMES[name])
+    module.quantization_scheme = scheme
+    initialize_module_for_quantization(module, scheme)
+    calibrate(module)
+    form = infer_module_format(torch.nn.Linear, scheme).value
+    compressor = BaseCompressor.get_value_from_registry(form)
+    stored = compressor.compress(dict(module.state_dict()), scheme)
+    values = compressor.decompress(stored, scheme)["weight"]
+    groups = {"group_0": {**SCHEMES[name], "format": form}}
+    raw = {"quant_method": "compressed-tensors", "config_groups": groups}
+    return stored, values, {"quantization_config": raw, "dtype": str(dtype).split(".")[1]}
+
+
+def read_part(
+    stored: dict[str, torch.Tensor],
+    raw: dict[str, Any],
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    rows: slice,
+    inputs: slice,
+) -> QuantizedWeight:
+    """Return the part of a module that a rank reads, in steps of 5 stored rows."""
+    form = read_quantization(raw, {}).module("model.layers.0.mlp.up_proj")
+    part = ModulePart(name="up_proj", shape=shape, rows=rows, inputs=inputs)
+    num_rows = rows.stop - rows.start
+    shared = shared_rows([form], [num_rows], is_cut=num_rows < shape[0])
+    weight = form.empty(
+        [num_rows], inputs.stop - inputs.start, rows_per_scale=shared, dtype=dtype, device="cpu"
+    )
+    places = form.places(part, weight)
+    assert places.keys() == stored.keys()
+    for name, place in sorted(places.items(), key=lambda each: not each[1].is_small):
+        values = stored[name]
+        assert place.fits(values.shape), name
+        assert values.dtype in place.dtypes, name
+        assert place.problem is None or place.problem(values) is None, name
+        for first in range(0, len(values) if values.dim() else 1, 5):
+            place.write(first, values[first : first + 5] if values.dim() else values)
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_module_has_the_bits_that_the_library_decompresses(name: str, dtype: torch.dtype):
+    """Values are products in float32, rounded once to the scales' dtype, as the library's are."""
+    shape = (200, 288)  # no multiples of a block, nor of the rows that a word has zeros of
+    stored, values, raw = compressed(name, shape, dtype)
+    weight = read_part(stored, raw, shape, dtype, slice(0, 200), slice(0, 288))
+    assert torch.equal(weight.dense(), values)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_rank_has_the_bits_of_its_part(name: str):
+    """Rows from the middle of a block and of a word; inputs that are whole groups."""
+    shape, dtype = (200, 256), torch.float32
+    stored, values, raw = compressed(name, shape, dtype)
+    for rows, inputs in (
+        (slice(0, 100), slice(0, 256)), (slice(100, 200), slice(0, 256)),
+        (slice(60, 90), slice(0, 256)), (slice(0, 200), slice(128, 256)),
+    ):  # fmt: skip
+        weight = read_part(stored, raw, shape, dtype, rows, inputs)
+        assert torch.equal(weight.dense(), values[rows, inputs]), (rows, inputs)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_equal_transformers_with_decompressed_weights(tmp_path: Path, name: str):
+    """One rank, and two: in float64, in chunks."""
+    family = ("llama", "qwen3")[len(name) % 2]
+    config = tiny_config(family, **SIZES, attention_bias=True)
+    oracle = save_compressed(tmp_path, config, {"group_0": SCHEMES[name]})
+    expected = expected_logits(oracle, PROMPT)
+    for size in (1, 2):
+        for got in on_ranks(size, lambda parallel: logits_of(load(tmp_path, parallel))):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fp8-channel", "fp8-block", "int4-group", "int8-packed-group"])
+def test_a_model_takes_the_memory_of_its_file(tmp_path: Path, name: str):
+    """Within 2%, with scales in bfloat16; 4 bits a weight are not 8."""
+    config = tiny_config("llama", hidden_size=256, intermediate_size=512, vocab_size=32)
+    save_compressed(tmp_path, config, {"group_0": SCHEMES[name]}, dtype=torch.bfloat16)
+    model = load(tmp_path, dtype=torch.bfloat16)
+    nbytes = sum(
+        t.nbytes for t in memory_of(checkpoint_places(model.config, model.weights).values())
+    )
+    assert nbytes == pytest.approx((tmp_path / "model.safetensors").stat().st_size, rel=0.02)
+
+
+def test_parts_of_a_layer_that_differ_are_several_matrices(tmp_path: Path):
+    """Scales per matrix of q, k and v become those of rows; up in 8 bits stays beside gate."""
+    groups = {
+        "group_0": {**SCHEMES["fp8-tensor-static"], "targets": [r"re:.*self_attn\..*_proj"]},
+        "group_1": {**SCHEMES["int4-group"], "targets": [r"re:.*mlp\.(gate|down)_proj"]},
+        "group_2": {**SCHEMES["int8-packed-zeros"], "targets": ["model.layers.1.mlp.up_proj"]},
+    }
+    oracle = save_compressed(tmp_path, tiny_config("qwen3", **SIZES), groups)
+    model = load(tmp_path)
+    first, second = model.weights.layers
+    qkv = first.qkv.matrix
+    assert isinstance(qkv, QuantizedWeight)
+    assert qkv.rows_per_scale == 1
+    assert len(qkv.scales.unique()) == 3
+    assert [getattr(part, "code", None) for part in first.gate_up.parts] == ["int4", None]
+    assert [part.code for part in second.gate_up.parts] == ["int4", "int8"]
+    expected = expected_logits(oracle, PROMPT)
+    for size in (1, 2):
+        for got in on_ranks(size, lambda parallel: logits_of(load(tmp_path, parallel))):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_the_configuration_names_the_quantization(tmp_path: Path):
+    save_compressed(tmp_path, tiny_config("llama"), {"group_0": group(8, "float", "channel")})
+    quantization = ModelConfig.from_pretrained(tmp_path).quantization
+    assert quantization is not None
+    assert quantization.describe() == (
+        "compressed-tensors: FP8 (e4m3) weights, a scale per output"
+    )
