@@ -28,8 +28,14 @@ FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
 }
-"""``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``."""
+"""``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``,
+dense Granite 4 ``granite``."""
+_PERMUTED = ("llama", "smollm3", "granite")
+"""Architectures whose queries and keys llama.cpp stores in another order."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -48,6 +54,8 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Tensor's name, without layer and ``.weight`` -> the same in a Hugging Face checkpoint."""
+_OTHER_NAMES = {"seed_oss": {"post_attention_norm": "post_attention_layernorm"}}
+"""The same for single architectures."""
 
 _ROPE_FREQS = "rope_freqs.weight"
 _LLAMA3 = {
@@ -78,6 +86,9 @@ _NEUTRAL: dict[str, tuple[float | bool, ...]] = {
 }
 """Settings of the architecture -> values that change nothing; 0 is llama.cpp's for none."""
 
+_SCALES = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
+"""Settings that only ``granite`` may have."""
+
 _WITHOUT_EFFECT = frozenset(
     {
         "attention.layer_norm_epsilon",  # there is no such norm
@@ -86,6 +97,18 @@ _WITHOUT_EFFECT = frozenset(
         "rope.scaling.original_context_length",  # read for yarn, and without effect elsewhere
         "tensor_data_layout",  # a remark
         "vocab_size",  # the embedding has it
+        # Of dense Granite 4, whose converter writes settings of layers that it does not have.
+        "expert_shared_feed_forward_length",
+        *(
+            f"ssm.{name}"
+            for name in (
+                "conv_kernel",
+                "state_size",
+                "group_count",
+                "inner_size",
+                "time_step_rank",
+            )
+        ),
     }
 )
 
@@ -144,7 +167,9 @@ class GGUFFile:
         for key in keys:
             del self._fields[key], readers[0].fields[key]  # tens of MB
         tensors = [tensor for reader in readers for tensor in reader.tensors]
-        self._tensors = {_hugging_face_name(tensor.name): tensor for tensor in tensors}
+        self._tensors = {
+            _hugging_face_name(tensor.name, self.architecture): tensor for tensor in tensors
+        }
         self._check_split(files, readers, len(tensors))
         # The factors of llama3 rope are a part of the configuration; only llama has them.
         factors = self._tensors.pop(_ROPE_FREQS, None) if self.architecture == "llama" else None
@@ -198,10 +223,10 @@ class GGUFFile:
         tensor = self._tensors[name]
         values = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
         values = np.require(values, np.float32, ("C", "W"))  # torch warns of read-only memory
-        if self.architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if self.architecture in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
             num_heads = self._size("attention.head_count")
             if ".k_proj." in name:
-                num_heads = self._size("attention.head_count_kv", num_heads)
+                num_heads = self._num_kv_heads(num_heads)
             values = _unpermuted(values, num_heads)
         return torch.from_numpy(values)
 
@@ -224,7 +249,7 @@ class GGUFFile:
             "intermediate_size": size("feed_forward_length"),
             "num_hidden_layers": size("block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": size("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._num_kv_heads(num_heads),
             "head_dim": head_dim,
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "max_position_embeddings": context,
@@ -234,6 +259,7 @@ class GGUFFile:
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
             "eos_token_id": self.vocabulary.ends,
             "dtype": self._dtype(),
+            **self._of_family(head_dim),
         }
         for key in self._fields:
             name = key.removeprefix(f"{self.architecture}.")
@@ -245,6 +271,31 @@ class GGUFFile:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{self.architecture}: expected other settings: {reason}") from error
 
+    def _of_family(self, head_dim: int) -> dict[str, Any]:
+        """Return the settings that only some families have."""
+        layer, number = "model.layers.0.self_attn", self._number
+        if self.architecture == "smollm3":
+            return {"no_rope_layer_interval": 4}  # llama.cpp's, which has no setting for it
+        if self.architecture == "seed_oss":
+            return {"attention_out_bias": f"{layer}.o_proj.bias" in self._tensors}
+        if self.architecture != "granite":
+            return {}
+        self._expect("rope.scaling.finetuned", (True,))  # there it says whether layers have rope
+        return {  # 0 is llama.cpp's value for none
+            "attention_multiplier": number("attention.scale", 0) or head_dim**-0.5,
+            "embedding_multiplier": number("embedding_scale", 0) or 1.0,
+            "residual_multiplier": number("residual_scale", 0) or 1.0,
+            "logits_scaling": number("logit_scale"),
+        }
+
+    def _num_kv_heads(self, num_q_heads: int) -> int:
+        """Return the number of KV heads; dense Granite 4 has a list of equal ones."""
+        key = "attention.head_count_kv"
+        given = self._field(f"{self.architecture}.{key}", num_q_heads)
+        if isinstance(given, list) and len(set(given)) == 1 and isinstance(given[0], int):
+            return int(given[0])
+        return self._size(key, num_q_heads)
+
     def _check_settings(self, head_dim: int, context: int) -> int:
         """Check settings that must have certain values; return the rows of the embedding."""
         embed = self._tensors.get("model.embed_tokens.weight")
@@ -254,9 +305,11 @@ class GGUFFile:
         num_rows, width = _shape(embed)
         names = (name.split(".") for name in self._tensors if name.startswith("model.layers."))
         window = self._number("attention.sliding_window", context)
+        neutral = _NEUTRAL | {"attention.scale": (0, head_dim**-0.5)}
+        if self.architecture == "granite":
+            neutral = {key: value for key, value in neutral.items() if key not in _SCALES}
         for key, allowed in {
-            **_NEUTRAL,
-            "attention.scale": (0, head_dim**-0.5),
+            **neutral,
             "attention.sliding_window": (max(context, window), 0),
             "attention.value_length": (head_dim,),
             "block_count": (len({name[2] for name in names}),),  # before a loop over the layers
@@ -437,13 +490,14 @@ def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
         raise ConfigError(f"{file.name}: not a readable GGUF file: {error}") from error
 
 
-def _hugging_face_name(name: str) -> str:
+def _hugging_face_name(name: str, architecture: str) -> str:
     """Return a tensor's name in a Hugging Face checkpoint; unknown names stay as they are."""
+    names = _NAMES | _OTHER_NAMES.get(architecture, {})
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _NAMES:
+    if match is None or match[2] not in names:
         return name
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
+    return f"{layer}{names[match[2]]}.{match[3]}"
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 - gguf's ReaderTensor

@@ -107,7 +107,11 @@ _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3_CUTS),
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2_CUTS),
     **dict.fromkeys(_GPT2_NAMES, (_GPT2_WORDS,)),
-    "smollm": (r"\p{N}", _GPT2_WORDS),
+    **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2_WORDS)),
+    "smaug-bpe": _LLAMA3_CUTS,  # SmolLM3's; a text begins with no BOS
+    "seed-coder": (
+        rf"(?i:{_CONTRACTIONS})|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
+    ),
     "tekken": _TEKKEN_CUTS,
     "deepseek-llm": _DEEPSEEK_LLM_CUTS,
     "deepseek-coder": _DEEPSEEK_CODER_CUTS,

@@ -30,7 +30,12 @@ from tests.models.families import ROPES, expected_logits, random_model, tiny_con
 
 gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
 
-ARCHITECTURE = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURE = {
+    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
+    "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
+}  # fmt: skip
+LAYERS = {"smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4}}
+"""llama.cpp knows only models whose every fourth layer has no rope."""
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The quantizations that gguf writes for rows of 64 and 96 values, too."""
 PROMPT = [(7 * i) % 160 for i in range(90)]
@@ -63,6 +68,11 @@ def write_gguf(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_rope(writer, config)
+    if name == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
@@ -75,7 +85,9 @@ def write_gguf(
             if tensor.dim() == 2:
                 shape = tuple(tensor.shape)
                 tensor.copy_(torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy()))
-            if name == "llama" and (".q_proj." in key or ".k_proj." in key):
+            if name in ("llama", "smollm3", "granite") and (
+                ".q_proj." in key or ".k_proj." in key
+            ):
                 heads = config.num_attention_heads if ".q_" in key else config.num_key_value_heads
                 data = _permuted(data, heads)
             writer.add_tensor(
@@ -139,7 +151,7 @@ def check_equal(path: Path, oracle: PreTrainedModel) -> None:
 @pytest.mark.parametrize("family", ARCHITECTURE)
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn"])
 def test_every_family_equals_transformers(tmp_path, family, rope):
-    oracle = random_model(tiny_config(family, rope))
+    oracle = random_model(tiny_config(family, rope, **LAYERS.get(family, {})))
     write_gguf(tmp_path / "model.gguf", oracle)
     check_equal(tmp_path / "model.gguf", oracle)
 
@@ -151,6 +163,10 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("llama", {"head_dim": 16}),
         ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("qwen3", {"head_dim": 48}),
+        ("smollm3", LAYERS["smollm3"] | {"attention_bias": True, "tie_word_embeddings": True}),
+        ("granite", {"attention_bias": True, "mlp_bias": True}),
+        ("granite", {"residual_multiplier": 0.22, "logits_scaling": 8.0}),
+        ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
@@ -451,8 +467,61 @@ def test_another_family_is_refused(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    message = "general.architecture: expected one of llama, qwen2, qwen3, got 'gemma2'"
+    message = (
+        "general.architecture: expected one of llama, qwen2, qwen3, smollm3, granite, seed_oss, "
+        "got 'gemma2'"
+    )
     check_refused(tmp_path / "model.gguf", message)
+
+
+def test_what_another_family_needs_is_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "granitehybrid")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    message = "got 'granitehybrid': it needs state-space layers, which mrv1 lacks"
+    check_refused(tmp_path / "model.gguf", message)
+
+
+def test_a_dense_granite_4_of_a_converter_for_hybrids_loads(tmp_path):
+    """It lists KV heads by layer, and has settings of layers that the model does not have."""
+
+    def edit(writer: Any) -> None:
+        writer.add_rope_scaling_finetuned(True)
+        writer.add_expert_shared_feed_forward_length(96)
+        writer.add_ssm_conv_kernel(4)
+        writer.add_ssm_state_size(256)
+        writer.add_ssm_group_count(1)
+        writer.add_ssm_inner_size(128)
+        writer.add_ssm_time_step_rank(128)
+        heads = gguf.GGUFValue([2, 2], gguf.GGUFValueType.ARRAY)
+        writer.kv_data[0]["granite.attention.head_count_kv"] = heads
+
+    oracle = random_model(tiny_config("granite"))
+    write_gguf(tmp_path / "model.gguf", oracle, edit=edit)
+    check_equal(tmp_path / "model.gguf", oracle)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rope.scaling.finetuned", False),
+        ("attention.head_count_kv", [2, 0]),
+        ("logit_scale", None),
+    ],
+)
+def test_a_granite_that_cannot_run_is_refused(tmp_path, key, value):
+    def edit(writer: Any) -> None:
+        del writer.kv_data[0][f"granite.{key}"]
+        if value is not None:
+            set_value(writer, f"granite.{key}", value)
+
+    def with_all(writer: Any) -> None:
+        writer.add_rope_scaling_finetuned(True)
+        edit(writer)
+
+    write_gguf(tmp_path / "model.gguf", random_model(tiny_config("granite")), edit=with_all)
+    check_refused(tmp_path / "model.gguf", f"granite.{key}: expected")
 
 
 @pytest.mark.parametrize("kind", ["adapter", "mmproj", "imatrix", "vocab"])

@@ -104,6 +104,8 @@ WORDS = {
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{ENDINGS}",
     "qwen2": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{ENDINGS}",
+    "seed-coder": rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{ENDINGS}",
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{ENDINGS}",
@@ -128,8 +130,15 @@ OWN = {
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     ),
+    "refact": pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    ),
     **{name: cut_by(expression) for name, expression in WORDS.items()},
     "llama3": cut_by(WORDS["llama-bpe"]),
+    "smaug-bpe": cut_by(WORDS["llama-bpe"]),
     "deepseek-r1-qwen": cut_by(WORDS["qwen2"]),
 }
 
