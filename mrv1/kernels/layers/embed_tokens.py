@@ -73,10 +73,11 @@ def _embed_tokens_kernel(
         )
     col = tl.arange(0, TILE_HIDDEN)[None, :]
     mask = is_token & (col < hidden_size)
-    is_here = is_token
+    is_here, nothing = is_token, 0.0
     if first_id is not None:
         token_id -= first_id
         is_here = is_token & (token_id >= 0) & (token_id < num_ids)
+        nothing = tl.full([], 0.0, tl.float32) * -1.0  # Triton takes a literal -0.0 for 0.0
     row_ptr = embed_ptr + token_id * hidden_size
     if feature_rows_ptr is not None:
         has_source = is_token & (token < tl.load(num_sources_ptr))
@@ -84,7 +85,7 @@ def _embed_tokens_kernel(
         is_feature = is_here & (source >= 0)
         feature_ptr = feature_rows_ptr + source * stride_feature_rows + col
         feature = tl.load(feature_ptr, mask=mask & is_feature, other=0.0)
-        row = tl.load(row_ptr + col, mask=mask & is_here & (source < 0), other=0.0)
+        row = tl.load(row_ptr + col, mask=mask & is_here & (source < 0), other=nothing)
         if SCALES_FEATURES:
             row = tl.where(is_feature, feature, row)
         if scale is not None:
@@ -92,11 +93,9 @@ def _embed_tokens_kernel(
         if not SCALES_FEATURES:
             row = tl.where(is_feature, feature, row)
     else:
-        row = tl.load(row_ptr + col, mask=mask & is_here, other=0.0)
+        row = tl.load(row_ptr + col, mask=mask & is_here, other=nothing)
         if scale is not None:
             row = (row.to(tl.float32) * scale).to(row.dtype)
-    if first_id is not None:
-        row = tl.where(is_here, row, row * -1.0)  # Triton takes a literal -0.0 for 0.0
     angle_mask = is_token & (angle_col < rotary_dim)
     angles = tl.load(cos_sin_ptr + position * rotary_dim + angle_col, mask=angle_mask)
     tl.store(hidden_ptr + token * hidden_size + col, row, mask=mask)
@@ -129,7 +128,7 @@ def embed_tokens(
         features: rows that replace some tokens' rows of ``embed``; None = none do.
         first_id: id of the first row of ``embed``, a rank's part of the vocabulary. A token of
             another part gets a row of -0.0, which changes no sum. None = ``embed`` has all ids.
-        scale: factor of the rows of ``embed``; None = 1.
+        scale: positive factor of the rows of ``embed``; None = 1.
         scales_features: whether it is also that of features.
 
     Returns:
