@@ -9,7 +9,7 @@ from mrv1.kernels.sampling.contracts import group_size
 from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.logprobs import TopLogprobsConfig, _top_logprobs_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
-from tests.compile.cases_sampling import shard_arguments, shard_stride
+from tests.compile.cases_sampling import numbers_of_ranks, shard_arguments, shard_stride
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -19,8 +19,9 @@ def cases(target: Target) -> list[AotCase]:
         *(case for dtype in DTYPES for case in _top_logprobs(target, dtype, 151_936)),
         *_top_logprobs(target, torch.float32, 1000),
         *_top_logprobs(target, torch.bfloat16, 1 << 20),
-        *(case for n in (2, 8) for case in _top_logprobs(target, torch.float32, 151_936, n)),
-    ]
+        *(case for n in numbers_of_ranks(target)
+          for case in _top_logprobs(target, torch.float32, 151_936, n)),
+    ]  # fmt: skip
 
 
 def _top_logprobs(

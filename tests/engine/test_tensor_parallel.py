@@ -22,7 +22,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams, StepError, device
+from mrv1 import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    SamplingParams,
+    StepError,
+    UnsupportedDeviceError,
+    device,
+)
 from mrv1.engine.core import EngineCore
 from mrv1.kernels._base.peers import PeerError
 from mrv1.runner.ranks import links, parallel_runner, processes
@@ -179,8 +187,17 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
 
 def test_gpus_that_do_not_reach_each_other_are_refused(checkpoint, monkeypatch):
     gpus = [torch.device("cuda", rank) for rank in range(2)]
-    monkeypatch.setattr(links, "reach_each_other", lambda devices: False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one.index == 0)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 2 GPUs .*peer access"):
+        links.Links(0, gpus, None, meet=print, timeout=1.0)
+
+
+def test_several_ranks_on_amd_are_refused(monkeypatch):
+    gpus = [torch.device("cuda", rank) for rank in range(2)]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    with pytest.raises(
+        UnsupportedDeviceError, match=r"^tensor_parallel_size: expected 1 on AMD GPUs, got 2: "
+    ):
         links.Links(0, gpus, None, meet=print, timeout=1.0)
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrv1.device import reach_each_other
-from mrv1.errors import ConfigError
+from mrv1.device import check_peers
 from mrv1.forks import keep_for_ever
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
@@ -48,7 +47,7 @@ class Links:
         timeout: seconds within which the other ranks have to answer.
 
     Raises:
-        ConfigError: some GPU cannot reach the memory of another.
+        ConfigError, UnsupportedDeviceError: as ``check_peers``.
     """
 
     def __init__(
@@ -69,12 +68,7 @@ class Links:
         if device.type == "cpu":
             self.group = Gloo(rank, size, timeout)
         else:
-            if not reach_each_other(devices):
-                raise ConfigError(
-                    f"tensor_parallel_size: expected {size} GPUs that can read and write each "
-                    "other's memory (peer access), got some that cannot; choose others with "
-                    "CUDA_VISIBLE_DEVICES"
-                )
+            check_peers(devices)
             self.group = nccl = Nccl(rank, size, timeout, device)
             self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
         self.context = ParallelContext(

@@ -208,7 +208,7 @@ def test_a_step_that_fails_after_its_launch_ends_the_process(monkeypatch):
 
 def test_gpus_that_reach_no_peers_are_refused(monkeypatch):
     group = SimpleNamespace(ranks=[0, 1], rank_in_group=1, world_size=2)
-    monkeypatch.setattr(ranks, "reach_each_other", lambda devices: len(devices) != 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     with pytest.raises(ConfigError, match=r"^tensor_parallel_size: expected 2 GPUs that can read"):
         ranks._peers(group, torch.device("cuda", 1))
     assert ranks._peers(group, torch.device("cpu")) is None
