@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, MistralConfig, Qwen2Config
+from transformers import GPT2Config, MistralConfig, PretrainedConfig, Qwen2Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from mrv1.errors import ConfigError
 from mrv1.models import ModelConfig, architectures
 from mrv1.models.architectures import MISSING
+from mrv1.models.hf_config import model_fields
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_config
 
 ARCHITECTURES = {
@@ -71,6 +72,35 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
     assert config.qk_norm == QK_NORMS.get(family, "none")
     assert config.rope_interleaved == family.startswith("ernie4_5")
     assert config.torch_dtype == torch.float32
+
+
+WITHOUT_EFFECT = {
+    *("attention_dropout", "residual_dropout", "initializer_range", "pretraining_tp"),  # training
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
+    *("use_cache", "bos_token_id", "pad_token_id"),  # of transformers' generate
+    "num_nextn_predict_layers",  # tensors of Architecture.drafter
+    # transformers makes other settings of them: layer_types, sliding_window, no_rope_layers
+    *("max_window_layers", "use_sliding_window", "no_rope_layer_interval"),
+    "num_local_experts",  # another name of num_experts
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_setting_of_a_family_is_read_or_known_to_have_no_effect(family: str) -> None:
+    """Those of its class in transformers; what changes the model must not be ignored."""
+
+    class Recorded:
+        def __init__(self) -> None:
+            self.names: set[str] = set()
+
+        def __getattr__(self, name: str) -> Any:
+            self.names.add(name)
+            return getattr(hf, name)
+
+    hf, recorded = tiny_config(family), Recorded()
+    model_fields(recorded)
+    own = hf.to_dict().keys() - PretrainedConfig().to_dict().keys()
+    assert own - recorded.names <= WITHOUT_EFFECT
 
 
 @pytest.mark.parametrize(
