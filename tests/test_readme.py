@@ -32,6 +32,7 @@ FAMILY_NAMES = {
     "GraniteForCausalLM": "Granite 3",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
+    "Phi3ForCausalLM": "Phi-3",
     "Olmo2ForCausalLM": "OLMo-2",
     "Olmo3ForCausalLM": "OLMo-3",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",

@@ -65,6 +65,7 @@ def calibrate(
         device=device,
         dtype=resolve_dtype(dtype_name(options.dtype), config.torch_dtype, device),
         ops=select_ops(kernel_path(device)),
+        max_model_len=options.num_tokens,
     )
     model = PolicyModel(decoder, options.num_tokens, kv_cache_dtype=options.kv_cache_dtype)
     done, total = 0, options.num_prompts * (num_losses(len(heads), options.method) + 2)

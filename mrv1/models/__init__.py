@@ -2,7 +2,8 @@
 
 A weight's way from its file to its layer, in modules of which each imports only from those above:
 
-1. ``architectures``: what differs between families, as a table; ``vision``: images in prompts.
+1. ``architectures``: what differs between families, as a table, with ``experts`` and ``fused``;
+   ``vision``: images in prompts.
 2. ``hf_config``, with ``rope``: transformers' configuration as the fields of a ``ModelConfig``;
    ``quantization``: how matrices are stored, with ``places``.
 3. ``checkpoint``: everything that is read of a directory or a GGUF file, with ``tokenizer``,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mrv1.models.experts import (
@@ -12,6 +13,7 @@ from mrv1.models.experts import (
     by_sparse_step,
     every_layer,
 )
+from mrv1.models.fused import GATE_UP, QKV
 from mrv1.models.vision import VideoTime
 
 NormOrder = Literal["before", "after", "both"]
@@ -32,6 +34,8 @@ class Architecture:
     """Bias of the attention output projection."""
     mlp_bias: bool | str = False
     """Bias of the gate, up and down projections."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Linear layers of a checkpoint that are several of a layer's: their parts, in order."""
     norm_order: NormOrder = "before"
     """Where a layer's RMS norms are."""
     qk_norm: QKNormKind = "none"
@@ -185,6 +189,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             intermediate_size="intermediate_size",
             has_experts=every_layer,
         ),
+    ),
+    "Phi3ForCausalLM": Architecture(
+        model_type="phi3",
+        fused={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP},
+        has_partial_rope=True,
+        windows="all_layers",
     ),
     "Olmo2ForCausalLM": Architecture(
         model_type="olmo2",

@@ -15,6 +15,7 @@ from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
 from mrv1.models.checkpoint import Checkpoint
 from mrv1.models.experts import ExpertNames, ExpertsConfig
 from mrv1.models.files import raise_problems
+from mrv1.models.fused import GATE_UP, QKV, FusedNames, OtherNames
 from mrv1.models.hf_config import model_fields, token_ids
 from mrv1.models.quantization import Quantization, as_asked
 from mrv1.models.rope import RopeConfig
@@ -145,13 +146,31 @@ class ModelConfig:
             quantization=self.quantization and self.quantization.of_layers(layers),
         )
 
+    def for_context(self, requested: int | None) -> ModelConfig:
+        """Return the configuration for requests of up to so many tokens; None = as many as usual.
+
+        Only with longrope it is another one. There the usual context is the original one, as in
+        vLLM: the factors for longer contexts are worse for short texts.
+        """
+        if self.rope.rope_type != "longrope":
+            return self
+        longest = requested or int(self.rope.original_max_position_embeddings)
+        return self if longest > self.max_model_len else replace(self, max_model_len=longest)
+
     @property
-    def expert_names(self) -> ExpertNames | None:
-        """Other names of tensors with experts; None = the model has none."""
-        family = ARCHITECTURES[self.architecture].experts
-        if self.experts is None or family is None:
+    def other_names(self) -> OtherNames | None:
+        """Names of fused tensors, and of experts in memory; None = a checkpoint has neither."""
+        family = ARCHITECTURES[self.architecture]
+        if self.experts is not None and family.experts is not None:
+            return ExpertNames(self.experts, family.experts)
+        if not family.fused:
             return None
-        return ExpertNames(self.experts, family)
+        sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
+        rows = dict(zip(QKV, (size * self.head_dim for size in sizes), strict=True))
+        rows |= dict.fromkeys(GATE_UP, self.intermediate_size)
+        return FusedNames(
+            {name: {part: rows[part] for part in parts} for name, parts in family.fused.items()}
+        )
 
     def is_of_drafter(self, name: str) -> bool:
         """Whether a checkpoint's tensor only predicts further tokens: it is not loaded."""

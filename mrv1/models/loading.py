@@ -24,8 +24,8 @@ from mrv1.models.checkpoint import Checkpoint, GGUFCheckpoint, Scan, StoredTenso
 from mrv1.models.config import ModelConfig
 from mrv1.models.decoder import DecoderModel
 from mrv1.models.dummy import dummy_weights
-from mrv1.models.experts import ExpertNames
 from mrv1.models.files import raise_problems
+from mrv1.models.fused import OtherNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.places import Place, dtype_text, memory_of
@@ -58,6 +58,7 @@ def load_model(
     deterministic: bool = False,
     load_format: LoadFormatName = "auto",
     quantization: QuantizationName | None = None,
+    max_model_len: int | None = None,
 ) -> DecoderModel:
     """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
@@ -75,6 +76,7 @@ def load_model(
         deterministic: as in ``DecoderModel``.
         load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
         quantization: as in ``EngineConfig``.
+        max_model_len: most tokens of a request, as in ``ModelConfig.for_context``.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
@@ -83,6 +85,7 @@ def load_model(
     """
     checkpoint = Checkpoint.open(path)
     config = ModelConfig.from_pretrained(checkpoint.path, quantization=quantization)
+    config = config.for_context(max_model_len)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
         if isinstance(checkpoint, GGUFCheckpoint):
@@ -138,8 +141,8 @@ def load_weights(
     if config.tie_word_embeddings:
         _rename_tied_head(scan)
     _leave_out_drafter(scan, config)
-    if config.expert_names is not None:
-        _split_experts(scan, config.expert_names, config.hidden_size)
+    if config.other_names is not None:
+        _split_fused(scan, config.other_names, config.hidden_size)
     if config.quantization is not None:
         _rename(scan, config.quantization)
     vocab_rows = parallel.vocab_rows(config.vocab_size)
@@ -201,8 +204,8 @@ def _leave_out_drafter(scan: Scan, config: ModelConfig) -> None:
         scan.tensors = {n: t for n, t in scan.tensors.items() if not config.is_of_drafter(n)}
 
 
-def _split_experts(scan: Scan, names: ExpertNames, hidden_size: int) -> None:
-    """Replace names of a model in memory, and tensors of all experts, by a checkpoint's."""
+def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
+    """Replace other names, and fused tensors, by the usual names and by their parts."""
     named: set[str] = set()
     tensors: dict[str, StoredTensor] = {}
     for stored_name in sorted(scan.named or ()):

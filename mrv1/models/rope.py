@@ -10,7 +10,14 @@ linear      ``inv_freq / factor`` (position interpolation, arXiv 2306.15595)
 llama3      long wavelengths as linear, short ones unchanged, a linear blend between (Llama 3.1)
 yarn        a ramp over dimensions from unchanged to linear, and cos and sin times an attention
             factor (arXiv 2309.00071, sections 3.2 to 3.4)
+longrope    each frequency divided by a factor of its own, short or long, and cos and sin times an
+            attention factor (LongRoPE, arXiv 2402.13753)
 ==========  ===================================================================================
+
+longrope's factors follow from the longest context that a model serves: the long ones if it is
+longer than the original one. A cache has keys that are turned already, so they cannot change while
+a text grows. vLLM chooses alike; transformers follows each text's length, and computes a text's
+keys anew where it outgrows the original context.
 
 Everything is float32, and frequencies are computed on the CPU, as checkpoints were trained and
 evaluated: at position 100,000 one unit in the last place of a frequency turns the angle by 0.01.
@@ -28,7 +35,7 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.models.files import not_positive
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -40,6 +47,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 _OPTIONAL_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 # Optional yarn settings for which a stored 0 means "not set" in published checkpoints.
@@ -57,15 +65,20 @@ class RopeConfig:
     rotary_dim: int
     """Rotated dimensions of a head, even."""
     factor: float = 1.0
-    """linear, llama3, yarn: how many times longer the context became."""
+    """linear, llama3, yarn, longrope: how many times longer the context became."""
     original_max_position_embeddings: int = 0
-    """llama3, yarn: context of the pretraining, tokens."""
+    """llama3, yarn, longrope: context of the pretraining, tokens."""
+    short_factors: tuple[float, ...] = ()
+    """longrope: what divides each pair's frequency within the original context."""
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same for longer contexts."""
     low_freq_factor: float = 1.0
     """llama3: wavelengths longer than original context / this value are interpolated."""
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than original context / this value are kept."""
     attention_factor: float | None = None
-    """yarn: multiplies cos and sin; None = from ``factor``, ``mscale``, ``mscale_all_dim``."""
+    """yarn, longrope: multiplies cos and sin; None = from ``factor`` and, for yarn, ``mscale``,
+    ``mscale_all_dim``."""
     beta_fast: float = 32.0
     """yarn: dimensions with more rotations than this in the original context are kept."""
     beta_slow: float = 1.0
@@ -81,6 +94,11 @@ class RopeConfig:
     mrope_interleaved: bool = False
     """M-RoPE: the axes take the pairs in turn, not in three consecutive sections."""
 
+    def factors_of(self, max_positions: int) -> tuple[float, ...]:
+        """longrope: return what divides the frequencies for a longest context."""
+        is_long = max_positions > self.original_max_position_embeddings
+        return self.long_factors if is_long else self.short_factors
+
     @classmethod
     def from_parameters(
         cls,
@@ -94,10 +112,10 @@ class RopeConfig:
         """Return the configuration that transformers' ``config.rope_parameters`` describe.
 
         ``max_position_embeddings`` is the checkpoint's context: its ratio to the original one is
-        yarn's ``factor`` if that is not set. ``mrope`` says how M-RoPE's axes share the pairs;
-        "none" = a token has one position. ``may_be_partial`` says whether the family rotates only
-        a ``partial_rotary_factor`` of ``rotary_dim``, if it is set. One ConfigError lists all
-        settings that are missing or not numbers > 0, or names an unsupported type.
+        yarn's or longrope's ``factor`` if that is not set. ``mrope`` says how M-RoPE's axes share
+        the pairs; "none" = a token has one position. ``may_be_partial`` says whether the family
+        rotates only a ``partial_rotary_factor`` of ``rotary_dim``, if it is set. One ConfigError
+        lists all settings that are missing or not numbers > 0, or names an unsupported type.
         """
         rope_type = parameters.get("rope_type", "default")
         if rope_type not in get_args(RopeType):
@@ -108,7 +126,7 @@ class RopeConfig:
             name: parameters.get(name) for name in ("rope_theta", *_REQUIRED[rope_type])
         }
         original = settings.get("original_max_position_embeddings")
-        if rope_type == "yarn" and settings["factor"] is None and original:
+        if rope_type in ("yarn", "longrope") and settings["factor"] is None and original:
             settings["factor"] = max_position_embeddings / original
         problems = not_positive(settings, "rope_parameters.")
         if rope_type == "yarn":
@@ -126,6 +144,10 @@ class RopeConfig:
                 )
         if rotary_dim % 2 or rotary_dim == 0:
             problems.append(f"rotary_dim: expected an even number, got {rotary_dim}")
+        if rope_type == "longrope":
+            optional, more = _longrope_settings(parameters, rotary_dim // 2)
+            settings |= optional
+            problems += more
         if mrope != "none":
             settings["mrope_section"] = section = _mrope_section(parameters)
             settings["mrope_interleaved"] = mrope == "interleaved"
@@ -167,8 +189,37 @@ def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[
     return settings, problems
 
 
-def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
-    """Return ``[rotary_dim / 2]`` float32 angles per position, on the CPU."""
+def _longrope_settings(
+    parameters: Mapping[str, Any], num_pairs: int
+) -> tuple[dict[str, Any], list[str]]:
+    """Return longrope's factors of each pair and of cos and sin, and the problems in them."""
+    settings: dict[str, Any] = {}
+    problems = []
+    for name in ("short_factor", "long_factor"):
+        given = parameters.get(name)
+        if (
+            not isinstance(given, list | tuple)
+            or len(given) != num_pairs
+            or not_positive({str(i): each for i, each in enumerate(given)})
+        ):
+            problems.append(
+                f"rope_parameters.{name}: expected {num_pairs} numbers > 0, got {given!r}"
+            )
+        else:
+            settings[f"{name}s"] = tuple(map(float, given))
+    if parameters.get("original_max_position_embeddings") == 1:  # its logarithm divides
+        problems.append("rope_parameters.original_max_position_embeddings: expected > 1, got 1")
+    if (factor := parameters.get("attention_factor")) is not None:
+        settings["attention_factor"] = factor
+        problems += not_positive({"attention_factor": factor}, "rope_parameters.")
+    return settings, problems
+
+
+def inverse_frequencies(rope: RopeConfig, max_positions: int = 0) -> torch.Tensor:
+    """Return ``[rotary_dim / 2]`` float32 angles per position, on the CPU.
+
+    longrope's follow from the longest context.
+    """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     powers: torch.Tensor = rope.theta**exponents
     if rope.rope_type == "linear":
@@ -177,6 +228,8 @@ def inverse_frequencies(rope: RopeConfig) -> torch.Tensor:
         return _llama3(1.0 / powers, rope)
     if rope.rope_type == "yarn":
         return _yarn(powers, rope)
+    if rope.rope_type == "longrope":
+        return 1.0 / (torch.tensor(rope.factors_of(max_positions)) * powers)
     return 1.0 / powers
 
 
@@ -217,17 +270,21 @@ def _yarn(powers: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def attention_factor(rope: RopeConfig) -> float:
-    """Return the factor of cos and sin: 1 for every type but yarn.
+    """Return the factor of cos and sin: 1 for every type but yarn and longrope.
 
     For yarn it is ``rope.attention_factor``, if that is set. Else, if ``mscale`` and
     ``mscale_all_dim`` are both set, it is the ratio of ``0.1 mscale ln(factor) + 1`` to ``0.1
     mscale_all_dim ln(factor) + 1``. Else it is ``0.1 ln(factor) + 1``, ``sqrt(1 / t)`` of arXiv
-    2309.00071, 3.4, with the temperature t. A ``factor`` below 1 counts as 1.
+    2309.00071, 3.4, with the temperature t. A ``factor`` below 1 counts as 1. For longrope it is
+    ``rope.attention_factor`` too, or ``sqrt(1 + ln(factor) / ln(original context))``.
     """
-    if rope.rope_type != "yarn":
+    if rope.rope_type not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.rope_type == "longrope":
+        growth = math.log(max(rope.factor, 1.0))
+        return math.sqrt(1 + growth / math.log(rope.original_max_position_embeddings))
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
@@ -241,7 +298,7 @@ def cos_sin_table(
     rope: RopeConfig, max_positions: int, device: torch.device | str
 ) -> torch.Tensor:
     """``[max_positions, rotary_dim]`` float32: cos, then sin, with the attention factor."""
-    inv_freq = inverse_frequencies(rope).to(device)
+    inv_freq = inverse_frequencies(rope, max_positions).to(device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = positions[:, None] * inv_freq[None, :]
     table = torch.cat((angles.cos(), angles.sin()), dim=1)

@@ -8,7 +8,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models.config import ModelConfig
-from mrv1.models.experts import ExpertNames
+from mrv1.models.fused import OtherNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.loading import NON_WEIGHT_SUFFIXES
 from mrv1.models.places import Place
@@ -38,8 +38,8 @@ def checked_update(
     """
     given = _by_name(named_tensors, has_vision=config.vision is not None)
     given = {name: tensor for name, tensor in given.items() if not config.is_of_drafter(name)}
-    if config.expert_names is not None:
-        given = _single_experts(given, config.expert_names, config.hidden_size)
+    if config.other_names is not None:
+        given = _split_fused(given, config.other_names, config.hidden_size)
     if config.quantization is not None:
         given = {config.quantization.renamed(name): tensor for name, tensor in given.items()}
     tied = given.pop(HEAD, None) if HEAD not in places else None
@@ -87,10 +87,10 @@ def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tens
     return tensors
 
 
-def _single_experts(
-    given: Mapping[str, torch.Tensor], names: ExpertNames, hidden_size: int
+def _split_fused(
+    given: Mapping[str, torch.Tensor], names: OtherNames, hidden_size: int
 ) -> dict[str, torch.Tensor]:
-    """Return tensors under a checkpoint's names, one for each expert: views of fused ones."""
+    """Return tensors under their usual names: views of fused ones."""
     tensors: dict[str, torch.Tensor] = {}
     for stored_name, tensor in given.items():
         pieces = names.pieces(stored_name)

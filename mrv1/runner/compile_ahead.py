@@ -103,7 +103,7 @@ class KernelSet:
             config.model,
             generation_config=config.generation_config,
             quantization=config.quantization,
-        )
+        ).for_context(config.max_model_len)
         gpu = _gpu(target)
         return cls(
             config=config,

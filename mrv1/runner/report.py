@@ -9,7 +9,7 @@ from typing import TypedDict
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadGroups, HeadPolicy
-from mrv1.models import DecoderModel
+from mrv1.models import DecoderModel, ModelConfig
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
 _PATHS: dict[KernelPath, str] = {
@@ -170,8 +170,19 @@ def describe_runner(
         f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
         f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache, policy)}, "
         f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
-        f"({nbytes / 2**20:.1f} MiB), {graphs}"
+        f"({nbytes / 2**20:.1f} MiB), {graphs}{_describe_rope(model.config)}"
     )
+
+
+def _describe_rope(config: ModelConfig) -> str:
+    """Return what a context decides on: longrope's factors, and what the other ones are for."""
+    rope, longest = config.rope, config.max_model_len
+    if rope.rope_type != "longrope":
+        return ""
+    original = rope.original_max_position_embeddings
+    if longest > original:
+        return f", longrope's long factors for all texts (max_model_len is {longest:,})"
+    return f", longrope's short factors (max_model_len is {longest:,}, at most {original:,})"
 
 
 def _describe_heads(cache: KVCache, policy: HeadPolicy) -> str:

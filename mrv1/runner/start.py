@@ -79,7 +79,7 @@ def build_parts(
             config.model,
             generation_config=config.generation_config,
             quantization=config.quantization,
-        )
+        ).for_context(config.max_model_len)
         if model is None
         else model.whole_config
     )
@@ -134,6 +134,7 @@ def build_parts(
             deterministic=config.deterministic,
             load_format=config.load_format,
             quantization=config.quantization,
+            max_model_len=config.max_model_len,
         )
         clock.lap("weights")
     clock.lap("kernels")

@@ -20,6 +20,7 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "phi3": Phi3Config,
 }
 """Configuration class by family name."""
 
@@ -76,6 +78,12 @@ ROPES: dict[str, dict[str, Any]] = {
     },
 }
 """``rope_parameters`` by rope type; tests run past the original context of 64."""
+
+
+def ropes_of(family: str) -> list[str]:
+    """Return the rope types of a family; Phi-3 has longrope, which ``test_longrope`` has."""
+    return ["default"] if family == "phi3" else [*ROPES]
+
 
 EXPERTS: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {
@@ -117,6 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
     },
+    "phi3": {"pad_token_id": 0},
     "mistral": {"sliding_window": None},  # its default is 4096
     "olmo3": {"layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
@@ -155,6 +164,18 @@ ODD: dict[str, list[dict[str, Any]]] = {
     "olmo2": [
         {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ],
+    "phi3": [
+        {
+            "tie_word_embeddings": True, "num_key_value_heads": 4, "sliding_window": 9,
+            "partial_rotary_factor": 0.75, "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4,
+                "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0],
+                "long_factor": [1.0, 3.0, 4.0, 5.0, 7.0, 9.0],
+            },
+            "head_dim": 16,
+        },
+    ],
     "olmo3": [
         {
             "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
@@ -170,6 +191,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
 """Every setting of a family that changes what it computes, with another value than usual."""
 
 SLIDING: dict[str, dict[str, Any]] = {
+    "phi3": {"sliding_window": 24},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "mistral": {"sliding_window": 24},
     "ministral": {"sliding_window": 24},

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
 }
 QK_NORMS = {

@@ -31,6 +31,7 @@ from tests.models.families import (
     ROPES,
     SLIDING,
     expected_logits,
+    ropes_of,
     save_checkpoint,
     tiny_config,
 )
@@ -122,6 +123,7 @@ def check_model(
             marks=[] if index % len(BLOCK_SIZES) == at else [pytest.mark.full],
         )
         for index, (rope, family) in enumerate(itertools.product(ROPES, FAMILIES))
+        if rope in ropes_of(family)
         for at, block_size in enumerate(BLOCK_SIZES)
     ],
 )
@@ -179,7 +181,7 @@ def configs(draw: st.DrawFn) -> PretrainedConfig:
         overrides |= SLIDING[family] | {"sliding_window": draw(st.integers(1, 40))}
         if family != "mistral":
             overrides["max_window_layers"] = draw(st.integers(0, num_layers))
-    return tiny_config(family, draw(st.sampled_from(sorted(ROPES))), **overrides)
+    return tiny_config(family, draw(st.sampled_from(sorted(ropes_of(family)))), **overrides)
 
 
 @pytest.mark.gpu

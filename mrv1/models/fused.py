@@ -1,0 +1,66 @@
+"""Tensors of a checkpoint that are several of a layer's: fused ones, by their parts' names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+"""A layer's projections of queries, keys and values, in this order."""
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+"""An MLP's first projections."""
+
+
+class OtherNames(Protocol):
+    """Names that tensors may have in place of those that ``checkpoint_tensors`` gives them."""
+
+    def stored(self, name: str) -> str:
+        """Return the usual name of a tensor that is not fused."""
+        ...
+
+    def pieces(self, name: str) -> Mapping[str, tuple[int | slice, ...]] | None:
+        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
+        ...
+
+    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
+        """Return the shape of a fused tensor."""
+        ...
+
+
+_LINEAR = re.compile(r"(model\.layers\.\d+)\.([\w.]+)\.(weight|bias)")
+
+
+class FusedNames:
+    """Linear layers whose rows follow each other in one tensor of a checkpoint.
+
+    Args:
+        fused: by the fused layer's name, its parts' names and numbers of rows, in order.
+    """
+
+    def __init__(self, fused: Mapping[str, Mapping[str, int]]) -> None:
+        self._fused = fused
+
+    def stored(self, name: str) -> str:
+        """Return the name: it is the usual one."""
+        return name
+
+    def pieces(self, name: str) -> Mapping[str, tuple[int | slice, ...]] | None:
+        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
+        found = _LINEAR.fullmatch(name)
+        if found is None or found[2] not in self._fused:
+            return None
+        pieces: dict[str, tuple[int | slice, ...]] = {}
+        first = 0
+        for part, num_rows in self._fused[found[2]].items():
+            pieces[f"{found[1]}.{part}.{found[3]}"] = (slice(first, first + num_rows),)
+            first += num_rows
+        return pieces
+
+    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
+        """Return the shape of a fused tensor."""
+        found = _LINEAR.fullmatch(name)
+        if found is None:
+            raise ValueError(f"name: expected that of a fused tensor, got {name!r}")
+        num_rows = sum(self._fused[found[2]].values())
+        return (num_rows,) if found[3] == "bias" else (num_rows, hidden_size)
