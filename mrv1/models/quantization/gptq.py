@@ -1,0 +1,249 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+
+A linear layer ``[out, in]`` is ``qweight`` ``[in * bits / 32, out]`` int32, whose words have
+neighbouring inputs, the first one lowest; ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out *
+bits / 32]`` int32, whose words have neighbouring outputs; and ``g_idx`` ``[in]`` int32, the group
+of each input. The value of a code is ``(code - zero) * scale``.
+
+Version 1 stores zero points one lower, subtracted from whole words: a borrow of a zero point 0
+reaches the field above, and the sum of words takes it back. Version 2 stores zero points.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+
+from mrv1.errors import ConfigError
+from mrv1.kernels.layers.quantized import CODES, QuantizedWeight
+from mrv1.models.places import Place
+from mrv1.models.quantization.formats import ModuleFormat, ModulePart, group_slice, no_problem
+from mrv1.models.quantization.packing import (
+    HEAD_MODULE,
+    LAYERS,
+    ColumnPlace,
+    check_shape,
+    fields_of_words,
+    scale_columns,
+    whole_words,
+)
+from mrv1.models.quantization.scheme import Quantization
+from mrv1.models.quantization.settings import Settings, pattern
+
+METHOD = "gptq"
+WORD = 32
+"""Bits of a word of codes or zero points."""
+BITS = (4, 8)
+"""Bits of a code that are read; GPTQ has 2 and 3 too."""
+VERSIONS = {"gptq": 1, "gptq_v2": 2}
+"""``checkpoint_format`` -> version of the zero points."""
+
+_ONES = {4: 0x11111111, 8: 0x01010101}
+"""A word with 1 in each field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQFormat(ModuleFormat):
+    """A module that GPTQ has quantized."""
+
+    bits: int
+    version: int
+
+    def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
+        """Return the places of a module's stored tensors; see ``ModuleFormat``."""
+        num_out, num_in = part.shape
+        if self.has_order and part.inputs != slice(0, num_in):
+            raise ConfigError(
+                f"tensor_parallel_size: expected 1 with desc_act, where the inputs of a group are "
+                f"anywhere among the {num_in} of {part.name}"
+            )
+        fields, own = WORD // self.bits, partial(
+            ColumnPlace, module=part.name, dtypes=(torch.int32,)
+        )
+        groups, words = group_slice(part, self.inputs), whole_words(part, "rows", fields)
+        num_groups = num_in // (self.inputs or num_in)
+        return {
+            "g_idx": Place(
+                target=weight.order,
+                shape=(num_in,),
+                part=(slice(0, num_in),),
+                dtypes=(torch.int32, torch.int64),
+                convert=group_order,
+                problem=partial(
+                    groups_problem, num_groups=num_groups, is_plain=not self.has_order
+                ),
+                module=part.name,
+            ),
+            "scales": scale_columns(part, weight, num_groups, groups),
+            "qzeros": own(
+                target=weight.zeros,
+                shape=(num_groups, num_out // fields),
+                part=(groups, words),
+                convert=partial(gptq_zeros, bits=self.bits, version=self.version),
+                problem=no_problem
+                if self.zeros_dtype is not None
+                else partial(_middle_problem, bits=self.bits, version=self.version),
+            ),
+            "qweight": own(
+                target=weight.codes,
+                shape=(num_in // fields, num_out),
+                part=(whole_words(part, "inputs", fields), part.rows),
+                convert=partial(gptq_codes, bits=self.bits),
+                columns=fields,
+                per_byte=CODES[self.code].per_byte,
+                order=weight.order,
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GPTQ(Quantization):
+    """``quantization_config`` of AutoGPTQ, GPTQModel and transformers."""
+
+    method: ClassVar[str] = METHOD
+
+    form: GPTQFormat
+    """The format of a module that no pattern matches."""
+    overrides: tuple[tuple[str, GPTQFormat | None], ...] = ()
+    """Patterns, the first one that matches the beginning of a name decides; None = not quantized."""
+    endings: tuple[str, ...] = ()
+    """Endings of the names of quantized modules; () = all of the layers."""
+    has_head: bool = False
+    """Whether the head is quantized too."""
+
+    @property
+    def formats(self) -> tuple[GPTQFormat, ...]:
+        """The formats of modules, each once."""
+        others = (form for _, form in self.overrides if form is not None)
+        return tuple(dict.fromkeys((self.form, *others)))
+
+    def module(self, name: str, shape: tuple[int, int]) -> GPTQFormat | None:
+        """Return the format of a linear module; see ``Quantization``."""
+        form = self._form(name)
+        if form is not None:
+            check_shape(name, shape, group_size=form.inputs, fields=WORD // form.bits)
+        return form
+
+    def _form(self, name: str) -> GPTQFormat | None:
+        if name == HEAD_MODULE:
+            return self.form if self.has_head else None
+        if not name.startswith(LAYERS) or not name.endswith(self.endings or ("",)):
+            return None
+        matching = (form for text, form in self.overrides if re.match(text, name))
+        return next(matching, self.form)
+
+
+def read_gptq(config: Settings, *, scale_dtype: torch.dtype) -> GPTQ:
+    """Return a checkpoint's quantization; ``scale_dtype`` is that of the stored scales.
+
+    ConfigError: something that is not read.
+    """
+    given = {key for key in ("format", "checkpoint_format") if config.get(key) is not None}
+    versions = {config.choice(key, (*VERSIONS,), "gptq") for key in given} or {"gptq"}
+    if len(versions) > 1:
+        raise config.error("checkpoint_format", f"{config.get('format')!r}, as format is")
+    config.choice("pack_dtype", ("int32",), "int32")
+    config.choice("block_name_to_quantize", (LAYERS.rstrip("."),), LAYERS.rstrip("."))
+    config.refuse("is_marlin_format", "adapter", "rotation")
+    form = _format(config, VERSIONS[versions.pop()], scale_dtype)
+    overrides = []
+    for name, setting in config.parts("dynamic").items():
+        is_left_out, text = name.startswith("-:"), name.removeprefix("-:").removeprefix("+:")
+        pattern(setting.name, text)
+        each = _format(setting, form.version, scale_dtype, default=form)
+        overrides.append((text, None if is_left_out else each))
+    return GPTQ(
+        form=form,
+        overrides=tuple(overrides),
+        endings=_endings(config),
+        has_head=config.choice("lm_head", (True, False), False),
+    )
+
+
+def _format(
+    config: Settings,
+    version: int,
+    scale_dtype: torch.dtype,
+    default: GPTQFormat | None = None,
+) -> GPTQFormat:
+    """Return the format that settings describe, or change of ``default``."""
+    bits = config.choice("bits", BITS, default and default.bits)
+    size = config.get("group_size", 128 if default is None else default.inputs or -1)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise config.error("group_size", "a positive integer, or -1 for all inputs")
+    flags = (True, False)
+    is_plain = not config.choice("desc_act", flags, default is not None and default.has_order)
+    has_zeros = not config.choice("sym", flags, default is None or default.zeros_dtype is None)
+    return GPTQFormat(
+        code="int8" if bits == 8 else "uint4" if has_zeros else "int4",
+        inputs=max(size, 0),
+        scale_dtype=scale_dtype,
+        zeros_dtype=None if not has_zeros else torch.int8 if bits == 8 else torch.uint8,
+        has_order=not is_plain and size > 0,
+        bits=bits,
+        version=version,
+    )
+
+
+def _endings(config: Settings) -> tuple[str, ...]:
+    """Return ``modules_in_block_to_quantize``: lists of names, of which all are quantized."""
+    lists, key = config.get("modules_in_block_to_quantize", ()), "modules_in_block_to_quantize"
+    if isinstance(lists, str) or not isinstance(lists, Sequence):
+        raise config.error(key, "lists of names")
+    names = [name for each in lists for name in ([each] if isinstance(each, str) else each)]
+    if not all(isinstance(name, str) for name in names):
+        raise config.error(key, "lists of names")
+    return tuple(names)
+
+
+def gptq_codes(qweight: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Return codes ``[out, in]`` of a ``qweight`` ``[in * bits / 32, out]``, one an element.
+
+    Codes of 8 bits are 128 less, as int8.
+    """
+    return _centred(fields_of_words(qweight.T, bits), bits)
+
+
+def gptq_zeros(qzeros: torch.Tensor, *, bits: int, version: int) -> torch.Tensor:
+    """Return zero points ``[out, groups]`` of ``qzeros``; those of 8 bits are 128 less."""
+    words = qzeros + _ONES[bits] if version == 1 else qzeros  # wraps around, as GPTQModel's does
+    return _centred(fields_of_words(words, bits), bits).T
+
+
+def group_order(g_idx: torch.Tensor) -> torch.Tensor:
+    """Return the inputs in the order of their groups, ``[in]`` int32."""
+    return torch.argsort(g_idx, stable=True).to(torch.int32)
+
+
+def groups_problem(g_idx: torch.Tensor, *, num_groups: int, is_plain: bool) -> str | None:
+    """Say what is wrong with equal groups of inputs, which are neighbours if ``is_plain``."""
+    size, least, most = len(g_idx) // num_groups, int(g_idx.min()), int(g_idx.max())
+    if least < 0 or most >= num_groups:
+        return f"expected groups from 0 to {num_groups - 1}, got {least} to {most}"
+    counts = torch.bincount(g_idx, minlength=num_groups)
+    if bool((counts != size).any()):
+        group = int((counts != size).nonzero()[0])
+        return f"expected {size} inputs in each group, got {int(counts[group])} in group {group}"
+    if is_plain and bool((g_idx.diff() < 0).any()):
+        return "expected groups of neighbours where desc_act is false, got other groups"
+    return None
+
+
+def _middle_problem(qzeros: torch.Tensor, *, bits: int, version: int) -> str | None:
+    """Say what is wrong with zero points of symmetric codes: they are half of the range."""
+    half, zeros = 2 ** (bits - 1), gptq_zeros(qzeros, bits=bits, version=version).int()
+    zeros = zeros + 128 if bits == 8 else zeros
+    if bool((zeros == half).all()):
+        return None
+    got = int(zeros[zeros != half][0])
+    return f"expected zero points {half} where sym is true, got {got} in format version {version}"
+
+
+def _centred(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8 codes; those of 8 bits 128 less, as int8."""
+    return (codes ^ 128).view(torch.int8) if bits == 8 else codes
