@@ -1,8 +1,14 @@
 """AWQ checkpoints, as AutoAWQ writes them in its version ``gemm``.
 
-A linear layer ``[out, in]`` is ``qweight`` ``[in, out / 8]`` int32, ``qzeros`` ``[groups, out / 8]``
-int32 and ``scales`` ``[groups, out]``. A word has eight neighbouring outputs, the even ones
-before the odd ones. The value of a code is ``(code - zero) * scale``.
+    qweight  [in, out / 8] int32: a word has eight neighbouring outputs, the even ones before the
+             odd ones
+    qzeros   [groups, out / 8] int32, alike
+    scales   [groups, out]
+
+The value of a code is ``(code - zero) * scale``. A module is quantized if it is in a layer and no
+name of ``modules_to_not_convert`` is a part of its own.
+
+Source: AutoAWQ 0.2 (github.com/casper-hansen/AutoAWQ): names, matching, packing.
 """
 
 from __future__ import annotations
@@ -42,9 +48,7 @@ class AWQFormat(ModuleFormat):
         groups = group_slice(part, self.inputs)
         words = whole_words(part, "rows", len(FIELD_OF_OUTPUT))
         num_groups, num_words = num_in // (self.inputs or num_in), num_out // len(FIELD_OF_OUTPUT)
-        own = partial(
-            ColumnPlace, dtypes=(torch.int32,), convert=awq_codes, module=part.name
-        )
+        own = partial(ColumnPlace, dtypes=(torch.int32,), convert=awq_codes, module=part.name)
         return {
             "scales": scale_columns(part, weight, num_groups, groups),
             "qzeros": own(
@@ -71,6 +75,8 @@ class AWQ(Quantization):
     form: AWQFormat
     left_out: tuple[str, ...] = ()
     """Parts of the names of modules in full precision."""
+    prefix: str = "model."
+    """Beginning of the checkpoint's names of layers."""
 
     @property
     def formats(self) -> tuple[AWQFormat, ...]:
@@ -79,17 +85,15 @@ class AWQ(Quantization):
 
     def module(self, name: str, shape: tuple[int, int]) -> AWQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
-        if not name.startswith(LAYERS) or any(each in name for each in self.left_out):
+        own = self.prefix + name.removeprefix("model.")
+        if not name.startswith(LAYERS) or any(each in own for each in self.left_out):
             return None
         check_shape(name, shape, group_size=self.form.inputs, fields=len(FIELD_OF_OUTPUT))
         return self.form
 
 
-def read_awq(config: Settings, *, scale_dtype: torch.dtype) -> AWQ:
-    """Return a checkpoint's quantization; ``scale_dtype`` is that of the stored scales.
-
-    ConfigError: something that is not read.
-    """
+def read_awq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model.") -> AWQ:
+    """Return a checkpoint's quantization; arguments and errors as ``reading.Reader``."""
     config.choice("bits", (4,), 4)
     for key in ("version", "format"):
         config.choice(key, ("gemm", "GEMM"), "gemm")
@@ -100,7 +104,7 @@ def read_awq(config: Settings, *, scale_dtype: torch.dtype) -> AWQ:
     form = AWQFormat(
         code="uint4", inputs=max(size, 0), scale_dtype=scale_dtype, zeros_dtype=torch.uint8
     )
-    return AWQ(form=form, left_out=config.names("modules_to_not_convert"))
+    return AWQ(form=form, left_out=config.names("modules_to_not_convert"), prefix=prefix)
 
 
 def awq_codes(words: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,11 @@
 """GGUF's blocks of numbers as codes that the kernels read: codes apart from what scales them.
 
-A row of a GGUF tensor is a run of blocks, each with its scales and its codes, in an order of inputs
-that differs by type. Here the codes of a row are side by side, in the order of the inputs, and so
-are bits beyond the fourth. Scales are fp16 numbers, or of the super-blocks (K types) the *heads*,
-with the bytes of the file: no byte is lost and none is added.
+A row of a GGUF tensor is a run of blocks, each with its scales and its codes, in an order of
+inputs that differs by type. Here the codes of a row are side by side, in the order of the inputs,
+and so are bits beyond the fourth. Scales are fp16 numbers, or of the super-blocks (K types) the
+*heads*, with the bytes of the file: no byte is lost and none is added.
+
+Source: gguf 0.19 (github.com/ggml-org/llama.cpp, gguf-py), ``quants.py``.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def _q5_k(blocks: torch.Tensor) -> Fields:
 
 def _q6_k(blocks: torch.Tensor) -> Fields:
     low, high, heads = blocks.split((SUPER_BLOCK // 2, SUPER_BLOCK // 4, 18), dim=-1)
-    # 64 bytes have the low nibbles of 64 inputs and the high nibbles of the 64 after them; 32 bytes
-    # the high bits of 128 inputs, bits 2 i and 2 i + 1 of byte j those of input 32 i + j.
+    # 64 bytes have the low nibbles of 64 inputs and the high nibbles of the 64 after them; bits 2 i
+    # and 2 i + 1 of byte j, of 32, are the high bits of input 32 i + j, of 128.
     return {
         "codes": _halves(low.unflatten(-1, (-1, 64))),
         "high": _joined(_spread(high.unflatten(-1, (-1, 32)), bits=2), bits=2),

@@ -1,12 +1,20 @@
 """GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
 
-A linear layer ``[out, in]`` is ``qweight`` ``[in * bits / 32, out]`` int32, whose words have
-neighbouring inputs, the first one lowest; ``scales`` ``[groups, out]``; ``qzeros`` ``[groups, out *
-bits / 32]`` int32, whose words have neighbouring outputs; and ``g_idx`` ``[in]`` int32, the group
-of each input. The value of a code is ``(code - zero) * scale``.
+    qweight  [in * bits / 32, out] int32: a word has neighbouring inputs, the first one lowest
+    qzeros   [groups, out * bits / 32] int32: a word has neighbouring outputs
+    scales   [groups, out]
+    g_idx    [in] int32: the group of each input
 
-Version 1 stores zero points one lower, subtracted from whole words: a borrow of a zero point 0
-reaches the field above, and the sum of words takes it back. Version 2 stores zero points.
+The value of a code is ``(code - zero) * scale``. Version 1 stores zero points one lower: whole
+words were subtracted, so that a zero point 0 borrows from the field above, and the sum of words
+takes it back. Version 2 stores zero points.
+
+All linear modules of the layers are quantized, or those whose names end as one of
+``modules_in_block_to_quantize``. The first pattern of ``dynamic`` that matches the beginning of a
+name changes the module's settings, or leaves it out (``-:``).
+
+Source: GPTQModel 7.7 (github.com/ModelCloud/GPTQModel) and AutoGPTQ 0.7: packing, versions,
+patterns; optimum 2.3: ``modules_in_block_to_quantize``.
 """
 
 from __future__ import annotations
@@ -62,8 +70,9 @@ class GPTQFormat(ModuleFormat):
                 f"tensor_parallel_size: expected 1 with desc_act, where the inputs of a group are "
                 f"anywhere among the {num_in} of {part.name}"
             )
-        fields, own = WORD // self.bits, partial(
-            ColumnPlace, module=part.name, dtypes=(torch.int32,)
+        fields, own = (
+            WORD // self.bits,
+            partial(ColumnPlace, module=part.name, dtypes=(torch.int32,)),
         )
         groups, words = group_slice(part, self.inputs), whole_words(part, "rows", fields)
         num_groups = num_in // (self.inputs or num_in)
@@ -110,11 +119,13 @@ class GPTQ(Quantization):
     form: GPTQFormat
     """The format of a module that no pattern matches."""
     overrides: tuple[tuple[str, GPTQFormat | None], ...] = ()
-    """Patterns, the first one that matches the beginning of a name decides; None = not quantized."""
+    """Patterns, of which the first that matches decides; None = not quantized."""
     endings: tuple[str, ...] = ()
     """Endings of the names of quantized modules; () = all of the layers."""
     has_head: bool = False
     """Whether the head is quantized too."""
+    prefix: str = "model."
+    """Beginning of the checkpoint's names of layers, which the patterns match."""
 
     @property
     def formats(self) -> tuple[GPTQFormat, ...]:
@@ -134,21 +145,20 @@ class GPTQ(Quantization):
             return self.form if self.has_head else None
         if not name.startswith(LAYERS) or not name.endswith(self.endings or ("",)):
             return None
-        matching = (form for text, form in self.overrides if re.match(text, name))
+        own = self.prefix + name.removeprefix("model.")
+        matching = (form for text, form in self.overrides if re.match(text, own))
         return next(matching, self.form)
 
 
-def read_gptq(config: Settings, *, scale_dtype: torch.dtype) -> GPTQ:
-    """Return a checkpoint's quantization; ``scale_dtype`` is that of the stored scales.
-
-    ConfigError: something that is not read.
-    """
+def read_gptq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model.") -> GPTQ:
+    """Return a checkpoint's quantization; arguments and errors as ``reading.Reader``."""
     given = {key for key in ("format", "checkpoint_format") if config.get(key) is not None}
     versions = {config.choice(key, (*VERSIONS,), "gptq") for key in given} or {"gptq"}
     if len(versions) > 1:
         raise config.error("checkpoint_format", f"{config.get('format')!r}, as format is")
     config.choice("pack_dtype", ("int32",), "int32")
-    config.choice("block_name_to_quantize", (LAYERS.rstrip("."),), LAYERS.rstrip("."))
+    layers = f"{prefix}layers"
+    config.choice("block_name_to_quantize", (layers,), layers)
     config.refuse("is_marlin_format", "adapter", "rotation")
     form = _format(config, VERSIONS[versions.pop()], scale_dtype)
     overrides = []
@@ -162,6 +172,7 @@ def read_gptq(config: Settings, *, scale_dtype: torch.dtype) -> GPTQ:
         overrides=tuple(overrides),
         endings=_endings(config),
         has_head=config.choice("lm_head", (True, False), False),
+        prefix=prefix,
     )
 
 

@@ -25,4 +25,6 @@ def mxfp4_codes(blocks: torch.Tensor) -> torch.Tensor:
 def check_exponents(scales: torch.Tensor, name: str) -> None:
     """Raise a ``ConfigError`` that names the tensor if a scale is NaN."""
     if bool((scales == NAN).any()):
-        raise ConfigError(f"{name}: expected exponents of numbers, 0 to 254, got 255, which is NaN")
+        raise ConfigError(
+            f"{name}: expected exponents of numbers, 0 to 254, got 255, which is NaN"
+        )

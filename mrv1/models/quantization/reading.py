@@ -13,10 +13,12 @@ from mrv1.config import QuantizationName
 from mrv1.errors import ConfigError
 from mrv1.models.files import read_json
 from mrv1.models.places import stored_dtype
-from mrv1.models.quantization import compressed_tensors, fp8
+from mrv1.models.quantization import awq, compressed_tensors, fp8, gptq
+from mrv1.models.quantization.awq import read_awq
 from mrv1.models.quantization.compressed_tensors import read_compressed_tensors
 from mrv1.models.quantization.formats import SCALE_DTYPES
 from mrv1.models.quantization.fp8 import read_fp8
+from mrv1.models.quantization.gptq import read_gptq
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.scheme import Quantization
 from mrv1.models.quantization.settings import Settings
@@ -40,9 +42,11 @@ class Reader(Protocol):
 READERS: dict[str, Reader] = {
     compressed_tensors.METHOD: read_compressed_tensors,
     **dict.fromkeys(fp8.METHODS, read_fp8),
+    awq.METHOD: read_awq,
+    gptq.METHOD: read_gptq,
 }
 """By ``quant_method``."""
-SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")
 """Ends of the names of stored scales, whose dtype they keep."""
 
 

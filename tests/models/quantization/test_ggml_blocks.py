@@ -35,9 +35,7 @@ def weight_of(kind: str, data: np.ndarray) -> QuantizedWeight:
     block = BLOCK_TYPES[kind]
     fields = block.fields(torch.from_numpy(data))
     inputs = 0 if "heads" in fields else block.num_inputs
-    return QuantizedWeight(
-        code=block.code, dtype=torch.float32, inputs_per_scale=inputs, **fields
-    )
+    return QuantizedWeight(code=block.code, dtype=torch.float32, inputs_per_scale=inputs, **fields)
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)

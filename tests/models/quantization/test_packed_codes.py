@@ -42,9 +42,13 @@ def values(
 
 
 def filled(
-    form: ModuleFormat, stored: dict[str, torch.Tensor], shape: tuple[int, int], rank: int, cut: int
+    form: ModuleFormat,
+    stored: dict[str, torch.Tensor],
+    shape: tuple[int, int],
+    rank: int,
+    cut: int,
 ) -> QuantizedWeight:
-    """The weight of one of two ranks (0 and 1: rows; 2 and 3: inputs; 4: all), read in two parts."""
+    """The weight of a rank, read in two parts: 0 and 1 divide rows, 2 and 3 inputs, 4 has all."""
     half = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
     own = [slice(0, size) for size in shape]
     if rank in half:
@@ -156,9 +160,7 @@ def test_awq_has_the_codes_that_compressed_tensors_reads():
     assert torch.equal(awq_codes(stored["layer.qzeros"]), points.flatten(0, 1).to(torch.uint8))
 
 
-@given(
-    experts=st.integers(1, 3), rows=st.integers(1, 5), groups=st.integers(1, 3), seed=SEEDS
-)
+@given(experts=st.integers(1, 3), rows=st.integers(1, 5), groups=st.integers(1, 3), seed=SEEDS)
 def test_mxfp4_has_the_values_of_transformers(experts, rows, groups, seed):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
