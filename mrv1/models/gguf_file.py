@@ -17,6 +17,9 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.models.architectures import missing_feature
 from mrv1.models.gguf_vocab import TOKENS, Vocabulary
+from mrv1.models.quantization.ggml_blocks import BLOCK_TYPES
+from mrv1.models.quantization.gguf import BLOCKS, GGUFBlocks
+from mrv1.models.quantization.packing import LAYERS
 from mrv1.models.rope import RopeConfig, attention_factor, inverse_frequencies
 
 if TYPE_CHECKING:
@@ -112,6 +115,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
+NUMBERS = ("F64", "F32", "F16", "BF16")
+"""Types of tensors that are not quantized."""
 _FLOATS = {"F32": torch.float32, "F16": torch.float16}
 
 
@@ -212,17 +217,40 @@ class GGUFFile:
                 + ", ".join(unsupported)
             )
 
+    def quantization(self) -> GGUFBlocks | None:
+        """Return the types of the layers' matrices; None = none is of a type that is kept."""
+        kinds: list[tuple[str, str]] = []
+        sizes: dict[str, list[int]] = {}
+        for name, tensor in self._tensors.items():
+            kind, module = tensor.tensor_type.name, name.removesuffix(".weight")
+            if kind in BLOCK_TYPES and module.startswith(LAYERS) and module != name:
+                kinds.append((module, kind))
+            elif kind not in NUMBERS:
+                sizes.setdefault(kind, []).append(int(tensor.n_bytes))
+        dequantized = tuple((kind, len(each), sum(each)) for kind, each in sizes.items())
+        return GGUFBlocks(kinds=tuple(kinds), dequantized=dequantized) if kinds else None
+
     def get_slice(self, name: str) -> torch.Tensor:
-        """Return what a part of a tensor can be cut from: the tensor, dequantized as a whole."""
+        """Return what a part of a tensor can be cut from: the tensor as ``get_tensor`` does."""
         return self.get_tensor(name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor by its name in a Hugging Face checkpoint, float32 on the CPU."""
+        """Return a tensor by its name in a Hugging Face checkpoint, float32 on the CPU.
+
+        A name that ends ``.blocks`` is of a matrix whose blocks are kept: ``[out, blocks, bytes]``
+        uint8.
+        """
         from gguf import dequantize
 
-        tensor = self._tensors[name]
-        values = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
-        values = np.require(values, np.float32, ("C", "W"))  # torch warns of read-only memory
+        module = name.removesuffix(f".{BLOCKS}")
+        tensor = self._tensors[name if module == name else f"{module}.weight"]
+        if module == name:
+            values = dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
+            values = np.require(values, np.float32, ("C", "W"))  # torch warns of read-only memory
+        else:
+            size = BLOCK_TYPES[tensor.tensor_type.name].num_bytes
+            values = np.require(tensor.data, np.uint8, ("C", "W"))
+            values = values.reshape(_shape(tensor)[0], -1, size)
         if self.architecture in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
             num_heads = self._size("attention.head_count")
             if ".k_proj." in name:
@@ -518,8 +546,8 @@ def _is_supported(kind: Any) -> bool:  # noqa: ANN401 - gguf's GGMLQuantizationT
 
 
 def _unpermuted(
-    values: np.ndarray[Any, np.dtype[np.float32]], num_heads: int
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+    values: npt.NDArray[Any], num_heads: int
+) -> npt.NDArray[Any]:
     """Return a head's rows so that (i, i + head_dim / 2) rotate; llama.cpp: (2i, 2i + 1)."""
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -45,6 +45,7 @@ class AWQFormat(ModuleFormat):
     def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
         """Return the places of a module's stored tensors; see ``ModuleFormat``."""
         num_out, num_in = part.shape
+        check_shape(part, group_size=self.inputs, fields=len(FIELD_OF_OUTPUT))
         groups = group_slice(part, self.inputs)
         words = whole_words(part, "rows", len(FIELD_OF_OUTPUT))
         num_groups, num_words = num_in // (self.inputs or num_in), num_out // len(FIELD_OF_OUTPUT)
@@ -83,12 +84,11 @@ class AWQ(Quantization):
         """The format of all quantized modules."""
         return (self.form,)
 
-    def module(self, name: str, shape: tuple[int, int]) -> AWQFormat | None:
+    def module(self, name: str) -> AWQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
         own = self.prefix + name.removeprefix("model.")
         if not name.startswith(LAYERS) or any(each in own for each in self.left_out):
             return None
-        check_shape(name, shape, group_size=self.form.inputs, fields=len(FIELD_OF_OUTPUT))
         return self.form
 
 

@@ -65,6 +65,7 @@ class GPTQFormat(ModuleFormat):
     def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
         """Return the places of a module's stored tensors; see ``ModuleFormat``."""
         num_out, num_in = part.shape
+        check_shape(part, group_size=self.inputs, fields=WORD // self.bits)
         if self.has_order and part.inputs != slice(0, num_in):
             raise ConfigError(
                 f"tensor_parallel_size: expected 1 with desc_act, where the inputs of a group are "
@@ -133,14 +134,8 @@ class GPTQ(Quantization):
         others = (form for _, form in self.overrides if form is not None)
         return tuple(dict.fromkeys((self.form, *others)))
 
-    def module(self, name: str, shape: tuple[int, int]) -> GPTQFormat | None:
+    def module(self, name: str) -> GPTQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
-        form = self._form(name)
-        if form is not None:
-            check_shape(name, shape, group_size=form.inputs, fields=WORD // form.bits)
-        return form
-
-    def _form(self, name: str) -> GPTQFormat | None:
         if name == HEAD_MODULE:
             return self.form if self.has_head else None
         if not name.startswith(LAYERS) or not name.endswith(self.endings or ("",)):

@@ -102,15 +102,15 @@ def whole_words(part: ModulePart, name: str, fields: int) -> slice:
     return slice(own.start // fields, own.stop // fields)
 
 
-def check_shape(name: str, shape: tuple[int, int], *, group_size: int, fields: int) -> None:
+def check_shape(part: ModulePart, *, group_size: int, fields: int) -> None:
     """Raise a ``ConfigError`` unless words and groups (0 = of all inputs) fill a matrix."""
-    for what, size in zip(("rows", "inputs"), shape, strict=True):
+    for what, size in zip(("rows", "inputs"), part.shape, strict=True):
         if size % fields:
             raise ConfigError(
-                f"{name}: expected a multiple of {fields} {what}, which share a word, got {size}"
+                f"{part.name}: expected a multiple of {fields} {what}, which share a word, got {size}"
             )
-    if group_size and shape[1] % group_size:
+    if group_size and part.shape[1] % group_size:
         raise ConfigError(
-            f"quantization_config.group_size: expected a divisor of the {shape[1]} inputs of "
-            f"{name}, got {group_size}"
+            f"quantization_config.group_size: expected a divisor of the {part.shape[1]} inputs of "
+            f"{part.name}, got {group_size}"
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mrv1 import ConfigError
-from mrv1.models.quantization import read_quantization
+from mrv1.models.quantization import ModulePart, read_quantization
 from mrv1.models.quantization.scheme import Quantization
 
 UP = "model.layers.1.mlp.up_proj"
@@ -29,19 +29,27 @@ def method(config: dict[str, Any], **changes: Any) -> Quantization:
 
 
 def code(quantization: Quantization, name: str = UP) -> str | None:
-    form = quantization.module(name, (64, 128))
+    form = quantization.module(name)
     return None if form is None else form.code
 
 
+def check_places(quantization: Quantization, shape: tuple[int, int] = (64, 128)) -> None:
+    form, (rows, inputs) = quantization.module(UP), shape
+    assert form is not None
+    weight = form.empty([rows], inputs, rows_per_scale=1, dtype=torch.float16, device="meta")
+    part = ModulePart(name=UP, shape=shape, rows=slice(0, rows), inputs=slice(0, inputs))
+    form.places(part, weight)
+
+
 def test_symmetric_codes_have_no_zero_points():
-    form = method(GPTQ).module(UP, (64, 128))
+    form = method(GPTQ).module(UP)
     assert form is not None
     assert (form.code, form.inputs, form.scale_dtype) == ("int4", 32, torch.float16)
     assert (form.zeros_dtype, form.has_order) == (None, False)
-    form = method(GPTQ, sym=False, desc_act=True).module(UP, (64, 128))
+    form = method(GPTQ, sym=False, desc_act=True).module(UP)
     assert form is not None
     assert (form.code, form.zeros_dtype, form.has_order) == ("uint4", torch.uint8, True)
-    form = method(GPTQ, bits=8, sym=False, group_size=-1, desc_act=True).module(UP, (64, 128))
+    form = method(GPTQ, bits=8, sym=False, group_size=-1, desc_act=True).module(UP)
     assert form is not None
     assert (form.code, form.zeros_dtype, form.inputs) == ("int8", torch.int8, 0)
     assert not form.has_order  # one group has all inputs
@@ -64,7 +72,7 @@ def test_patterns_override_what_they_match_at_the_beginning_of_a_name():
     }
     quantization = method(GPTQ, dynamic=dynamic)
     assert code(quantization, "model.layers.0.mlp.up_proj") is None
-    form = quantization.module(UP, (64, 128))
+    form = quantization.module(UP)
     assert form is not None
     assert (form.code, form.inputs) == ("int8", 64)
     assert code(quantization, "model.layers.1.mlp.down_proj") == "int4"
@@ -104,10 +112,10 @@ def test_modules_are_those_whose_names_awq_does_not_leave_out():
 )  # fmt: skip
 def test_what_is_not_read_is_refused_by_name(config, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
-        code(method(config, **changes))
+        check_places(method(config, **changes))
 
 
 @pytest.mark.parametrize("config", [GPTQ, AWQ])
 def test_a_matrix_whose_words_would_have_two_modules_is_refused(config):
     with pytest.raises(ConfigError, match=f"{UP}: expected a multiple of 8 rows, which share a"):
-        method(config).module(UP, (60, 128))
+        check_places(method(config), (60, 128))

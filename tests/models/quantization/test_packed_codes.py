@@ -98,7 +98,7 @@ def test_gptq_has_the_values_that_were_packed(
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2",
     }  # fmt: skip
     method = read_gptq(Settings("quantization_config", config), scale_dtype=torch.float16)
-    form = method.module("model.layers.0.mlp.up_proj", tuple(codes.shape))
+    form = method.module("model.layers.0.mlp.up_proj")
     assert form is not None
     weight = filled(form, stored, tuple(codes.shape), rank, cut)
     check_part(weight, values(codes, zeros, scales, g_idx), rank)
@@ -137,7 +137,7 @@ def test_awq_has_the_values_that_were_packed(shape, seed, rank, cut):
     codes, zeros, scales = random_layer((2 * eights, 2 * groups, inputs), 4, seed)
     config = Settings("quantization_config", {"bits": 4, "group_size": inputs, "version": "GEMM"})
     form = read_awq(config, scale_dtype=torch.float16).module(
-        "model.layers.0.mlp.up_proj", tuple(codes.shape)
+        "model.layers.0.mlp.up_proj"
     )
     assert form is not None
     weight = filled(form, packers.awq(codes, zeros, scales), tuple(codes.shape), rank, cut)
