@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mrv1.config import checkpoint_dir
+from mrv1.config import QuantizationName, checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json, refusal
 from mrv1.models.gguf_file import SUFFIX, GGUFFile, open_gguf
 from mrv1.models.hf_config import support_problems
-from mrv1.models.quantization import Quantization, read_quantization
+from mrv1.models.quantization import GGUFBlocks, Quantization, read_quantization
 from mrv1.models.tokenizer import TOKENIZER_FILES, load_from_files, missing_packages
 from mrv1.models.vision import text_name
 
@@ -45,7 +45,7 @@ class StoredTensor:
     """The tensor's name in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it, for example ``BF16``; ``F32`` once dequantized."""
+    """As safetensors names it, for example ``BF16``; ``F32`` once dequantized, ``U8`` of blocks."""
     index: tuple[int | slice, ...] = ()
     """Where the tensor is in the file's; () = it is all of that."""
 
@@ -108,6 +108,14 @@ class Checkpoint:
         except ConfigError as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
+    def quantization_on(
+        self,
+        asked: QuantizationName | None,
+        device: torch.device | str,  # noqa: ARG002 - a GGUF file's
+    ) -> QuantizationName | None:
+        """Return which quantization a model has on ``device``, if ``asked`` is asked for."""
+        return asked
+
     def generation_config(self, source: str | Path | None = "auto") -> tuple[Path, dict[str, Any]]:
         """Return a ``generation_config.json`` and its content, which is empty without a file.
 
@@ -149,9 +157,14 @@ class Checkpoint:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_from_files(self.path)
 
-    def scan(self, *, has_vision: bool = False) -> Scan:
-        """Return all tensors and problems; with ``has_vision``, the text model's tensors alone."""
-        scan = self._scan()
+    def scan(
+        self, *, has_vision: bool = False, quantization: Quantization | None = None
+    ) -> Scan:
+        """Return all tensors and problems; with ``has_vision``, the text model's tensors alone.
+
+        ``quantization`` says whether blocks of a GGUF file are kept.
+        """
+        scan = self._scan(quantization)
         if not has_vision:
             return scan
         return Scan(
@@ -227,7 +240,10 @@ class Checkpoint:
         raise_problems(f"kv_scale: {self.where}", problems)
         return scales
 
-    def _scan(self) -> Scan:
+    def _scan(
+        self,
+        quantization: Quantization | None = None,  # noqa: ARG002 - a GGUF file's
+    ) -> Scan:
         """Return the tensors under their stored names, and every problem."""
         single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
         try:
@@ -336,8 +352,19 @@ class GGUFCheckpoint(Checkpoint):
         except ConfigError as error:
             raise ConfigError(f"{self.where}: {error}") from error
 
-    def quantization(self) -> None:
-        """Return None: tensors are dequantized when they are read."""
+    def quantization(self) -> GGUFBlocks | None:
+        """Return the types of blocks that can be kept; None = the file has none."""
+        try:
+            return self._file.quantization()
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from error
+
+    def quantization_on(
+        self, asked: QuantizationName | None, device: torch.device | str
+    ) -> QuantizationName | None:
+        """Return ``asked``; unless it says otherwise, blocks are kept on a GPU."""
+        is_open = asked is None and torch.device(device).type == "cuda"
+        return "gguf" if is_open and self.quantization() is not None else asked
 
     @property
     def has_tokenizer(self) -> bool:
@@ -347,15 +374,16 @@ class GGUFCheckpoint(Checkpoint):
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return self._file.vocabulary.tokenizer()
 
-    def _scan(self) -> Scan:
+    def _scan(self, quantization: Quantization | None = None) -> Scan:
         try:
             file = self._file
             file.check_quantizations()
         except ConfigError as error:
             return Scan(problems=[str(error)])
+        is_kept = isinstance(quantization, GGUFBlocks)
         tensors = {
-            name: StoredTensor(file=self.path, name=name, shape=shape, dtype="F32")
-            for name, shape in file.shapes.items()
+            name: StoredTensor(file=self.path, name=name, shape=shape, dtype=dtype)
+            for name, (shape, dtype) in file.headers(keeps_blocks=is_kept).items()
         }
         return Scan(named=set(tensors), tensors=tensors)
 

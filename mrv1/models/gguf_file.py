@@ -203,10 +203,23 @@ class GGUFFile:
                 f"the files, got {expected}"
             )
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor, by its name in a Hugging Face checkpoint."""
-        return {name: _shape(tensor) for name, tensor in self._tensors.items()}
+    def headers(self, *, keeps_blocks: bool) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return each tensor's shape and dtype, by its name in a Hugging Face checkpoint.
+
+        With ``keeps_blocks``, matrices of the layers are under the names of their blocks.
+        """
+        blocks = self.quantization() if keeps_blocks else None
+        kinds = {} if blocks is None else dict(blocks.kinds)
+        headers = {}
+        for name, tensor in self._tensors.items():
+            shape, module = _shape(tensor), name.removesuffix(".weight")
+            if module in kinds:
+                block = BLOCK_TYPES[kinds[module]]
+                shape = (shape[0], shape[1] // block.num_inputs, block.num_bytes)
+                headers[f"{module}.{BLOCKS}"] = shape, "U8"
+            else:
+                headers[name] = shape, "F32"
+        return headers
 
     def check_quantizations(self) -> None:
         """Raise a ``ConfigError`` unless the gguf package can dequantize all of the file's."""

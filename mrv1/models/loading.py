@@ -64,7 +64,7 @@ def load_model(
 
     Every tensor is copied once, from the memory-mapped file into its place in the fused weights:
     the model is never in memory twice. Of several ranks, each reads only its part. Quantized
-    matrices stay codes; tensors of a GGUF file are dequantized one by one, as a whole.
+    matrices stay codes; tensors of a GGUF file are read or dequantized one by one, as a whole.
 
     Args:
         path: whatever ``EngineConfig.model`` may be.
@@ -84,7 +84,9 @@ def load_model(
             ``dummy`` weights of a GGUF file.
     """
     checkpoint = Checkpoint.open(path)
-    config = ModelConfig.from_pretrained(checkpoint.path, quantization=quantization)
+    config = ModelConfig.from_pretrained(
+        checkpoint.path, quantization=checkpoint.quantization_on(quantization, device)
+    )
     config = config.for_context(max_model_len)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
@@ -137,7 +139,9 @@ def load_weights(
     own = parallel.shard(config)
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
-    scan = checkpoint.scan(has_vision=config.vision is not None)
+    scan = checkpoint.scan(
+        has_vision=config.vision is not None, quantization=config.quantization
+    )
     if config.tie_word_embeddings:
         _rename_tied_head(scan)
     _leave_out_drafter(scan, config)

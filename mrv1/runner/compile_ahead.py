@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir, dtype_name
+from mrv1.config import EngineConfig, dtype_name
 from mrv1.device import FP_FUSION, DeviceInfo, resolve_dtype, visible_gpus
 from mrv1.environment import child_environment
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.headwise import HeadPolicy
-from mrv1.models import ModelConfig
+from mrv1.models import Checkpoint, ModelConfig
 from mrv1.progress import progress_bar
 from mrv1.runner.head_groups import resolve_policy
 
@@ -98,13 +98,14 @@ class KernelSet:
         Raises:
             ConfigError: a wrong checkpoint or target, or no GPU.
         """
-        config = replace(config, model=str(checkpoint_dir(config.model)))
+        gpu, checkpoint = _gpu(target), Checkpoint.open(config.model)
+        quantization = checkpoint.quantization_on(config.quantization, gpu.device)
+        config = replace(config, model=str(checkpoint.path), quantization=quantization)
         model = ModelConfig.from_pretrained(
             config.model,
             generation_config=config.generation_config,
             quantization=config.quantization,
         ).for_context(config.max_model_len)
-        gpu = _gpu(target)
         return cls(
             config=config,
             model_config=model,

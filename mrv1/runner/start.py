@@ -69,7 +69,8 @@ def build_parts(
     conversion = None if codes is None else codes.conversion(device)
     if model is None:  # once: the directory of a Hugging Face id may change between two calls
         checkpoint = Checkpoint.open(config.model, progress=progress)
-        config = replace(config, model=str(checkpoint.path))
+        quantization = checkpoint.quantization_on(config.quantization, device)
+        config = replace(config, model=str(checkpoint.path), quantization=quantization)
     ops = select_ops(kernel_path(device))
     if config.debug_sync:
         ops = synced(ops, device)

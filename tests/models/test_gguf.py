@@ -27,6 +27,7 @@ from mrv1.models import Checkpoint, ModelConfig, load_model
 from mrv1.models.gguf_file import open_gguf
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import ROPES, expected_logits, random_model, tiny_config
+from tests.models.quantization.blocks import usable_blocks
 
 gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
 
@@ -47,14 +48,16 @@ def write_gguf(
     path: Path,
     model: PreTrainedModel,
     *,
-    quantization: str = "F32",
+    quantization: str | Callable[[str], str] = "F32",
     tokenizer: Path | None = None,
     edit: Callable[[Any], None] = lambda writer: None,
 ) -> None:
-    """Write ``model`` as llama.cpp does; the model gets the values that the file has."""
+    """Write ``model`` as llama.cpp does; the model gets the values that the file has.
+
+    ``quantization`` is that of all matrices, or returns that of a matrix by its name.
+    """
     config = model.config
     name = ARCHITECTURE[config.model_type]
-    kind = gguf.GGMLQuantizationType[quantization]
     writer = gguf.GGUFWriter(path, name)
     writer.add_name("a test")
     writer.add_context_length(config.max_position_embeddings)
@@ -81,6 +84,9 @@ def write_gguf(
         for key, tensor in model.state_dict().items():
             if key == "lm_head.weight" and config.tie_word_embeddings:
                 continue
+            kind = gguf.GGMLQuantizationType[
+                quantization if isinstance(quantization, str) else quantization(key)
+            ]
             data = _stored(tensor, kind) if tensor.dim() == 2 else tensor.numpy()
             if tensor.dim() == 2:
                 shape = tuple(tensor.shape)
@@ -103,6 +109,8 @@ def write_gguf(
 
 
 def _stored(tensor: torch.Tensor, kind: Any) -> np.ndarray:
+    if kind.name in ("Q4_K", "Q5_K", "Q6_K"):  # which gguf does not write
+        return usable_blocks((tensor.shape[0], tensor.shape[1]), kind.name)
     return gguf.quantize(tensor.numpy(), kind)
 
 

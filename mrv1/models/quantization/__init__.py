@@ -8,11 +8,13 @@ each stored tensor of a module. Imports go from ``reading`` to the families, to 
 """
 
 from mrv1.models.quantization.formats import ModuleFormat, ModulePart, shared_rows
+from mrv1.models.quantization.gguf import GGUFBlocks
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.reading import as_asked, read_quantization
 from mrv1.models.quantization.scheme import Quantization
 
 __all__ = [
+    "GGUFBlocks",
     "ModuleFormat",
     "ModulePart",
     "OnlineFP8",

@@ -18,12 +18,15 @@ from mrv1.models.quantization.awq import read_awq
 from mrv1.models.quantization.compressed_tensors import read_compressed_tensors
 from mrv1.models.quantization.formats import SCALE_DTYPES
 from mrv1.models.quantization.fp8 import read_fp8
+from mrv1.models.quantization.gguf import GGUFBlocks
 from mrv1.models.quantization.gptq import read_gptq
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.scheme import Quantization
 from mrv1.models.quantization.settings import Settings
 from mrv1.models.vision import TEXT_PREFIX
 
+DEQUANTIZE: QuantizationName = "dequantize"
+"""Asks for the numbers of a GGUF file in place of its blocks."""
 SETTING = "quantization_config"
 OLD_SETTING = "compression_config"
 """What compressed-tensors called the setting at first."""
@@ -89,6 +92,8 @@ def as_asked(found: Quantization | None, asked: QuantizationName | None) -> Quan
 
     ConfigError: ``asked``, of ``EngineConfig``, contradicts the checkpoint.
     """
+    if isinstance(found, GGUFBlocks) and asked != found.method:
+        found, asked = None, None if asked == DEQUANTIZE else asked
     if asked is None or (found is not None and asked == found.method):
         return found
     if found is not None:

@@ -10,26 +10,9 @@ from hypothesis import strategies as st
 
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.quantization.ggml_blocks import BLOCK_TYPES
+from tests.models.quantization.blocks import random_blocks
 
 gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
-
-HALVES = {
-    "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-}  # fmt: skip
-"""Where the fp16 numbers of a block are; MXFP4 has none."""
-
-
-def random_blocks(kind: str, rows: int, blocks: int, seed: int) -> np.ndarray:
-    """Bytes of any value, but that each fp16 number is finite: zero and subnormal ones, too."""
-    rng = np.random.default_rng(seed)
-    block = BLOCK_TYPES[kind]
-    data = rng.integers(0, 256, (rows, blocks, block.num_bytes), dtype=np.uint8)
-    for at in HALVES.get(kind, ()):
-        data[..., at + 1] &= 0xBB  # no exponent of 31
-    if kind == "MXFP4":
-        data[..., 0] = np.minimum(data[..., 0], 254)
-    return data
-
 
 def weight_of(kind: str, data: np.ndarray) -> QuantizedWeight:
     block = BLOCK_TYPES[kind]

@@ -1,0 +1,156 @@
+"""Blocks of a GGUF file that are kept: the values of the dequantized file, in the file's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mrv1 import LLM, ConfigError, SamplingParams
+from mrv1.config import QuantizationName
+from mrv1.kernels.registry import select_ops
+from mrv1.models import Checkpoint, DecoderModel, ModelConfig, load_model
+from mrv1.models.parallel import ParallelContext
+from mrv1.models.quantization import GGUFBlocks
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import expected_logits, random_model, tiny_config
+from tests.models.test_gguf import write_gguf
+from tests.thread_ranks import on_ranks
+
+pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
+
+PROMPT = [(7 * i) % 160 for i in range(40)]
+SMALL = {"intermediate_size": 128}
+SUPER = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 64}
+"""Sizes with whole blocks and super-blocks on each of two ranks."""
+
+
+def load(
+    path: Path,
+    parallel: ParallelContext | None = None,
+    quantization: QuantizationName | None = "gguf",
+    dtype: torch.dtype = torch.float64,
+) -> DecoderModel:
+    return load_model(
+        path, device="cpu", dtype=dtype, ops=select_ops("reference"), progress=False,
+        parallel=parallel, quantization=quantization,
+    )  # fmt: skip
+
+
+def logits_of(*args: Any) -> torch.Tensor:
+    blocks = blocks_needed([PROMPT], 16)
+    return PagedDriver(load(*args), block_size=16, num_blocks=blocks).logits([PROMPT], 24)[0]
+
+
+def mixed(name: str) -> str:
+    """As llama.cpp's Q4_K_M: values and second products of some layers have more bits."""
+    if "embed" in name or "lm_head" in name:
+        return "Q6_K"
+    return "Q6_K" if "layers.0" in name and ("v_proj" in name or "down_" in name) else "Q4_K"
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("Q4_0", "llama"),
+        ("Q4_1", "qwen2"),
+        ("Q8_0", "qwen2"),
+        ("MXFP4", "llama"),
+        ("Q4_K", "llama"),
+        ("Q5_K", "qwen2"),
+        ("Q6_K", "llama"),
+        (mixed, "qwen2"),
+    ],
+)
+def test_logits_equal_transformers(tmp_path, kind, family):
+    """On two ranks, too, each of which has whole blocks of all inputs."""
+    path, has_super_blocks = tmp_path / "model.gguf", callable(kind) or kind.endswith("_K")
+    oracle = random_model(tiny_config(family, **(SUPER if has_super_blocks else SMALL)))
+    write_gguf(path, oracle, quantization=kind)
+    expected = expected_logits(oracle.double(), PROMPT)
+    found = logits_of(path)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # their rope is in float32
+    torch.testing.assert_close(found, logits_of(path, None, "dequantize"), rtol=0, atol=1e-9)
+    for of_rank in on_ranks(2, lambda parallel: logits_of(path, parallel)):
+        torch.testing.assert_close(of_rank, found, rtol=0, atol=1e-9)
+
+
+def test_greedy_tokens_equal_transformers(tmp_path):
+    path = tmp_path / "model.gguf"
+    oracle = random_model(tiny_config("llama", **SUPER))
+    write_gguf(path, oracle, quantization=mixed)
+    with LLM(path, dtype="float64", quantization="gguf", max_num_seqs=2, max_model_len=128) as llm:
+        params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+        found = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+    expected = oracle.double().generate(
+        torch.tensor([PROMPT]), max_new_tokens=64, min_new_tokens=64, do_sample=False
+    )
+    assert list(found) == expected[0, len(PROMPT) :].tolist()
+
+
+def test_layers_take_the_bytes_of_the_file(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(tiny_config("llama", **SUPER)), quantization=mixed)
+    model = load(path, None, "gguf", torch.bfloat16)
+    headers = Checkpoint.open(path).scan(quantization=model.config.quantization).tensors
+    stored = sum(np.prod(t.shape) for name, t in headers.items() if name.endswith(".blocks"))
+    weights = [w for layer in model.weights.layers for w in (layer.qkv, layer.o, *layer.mlp)]
+    assert sum(weight.nbytes for weight in weights) == stored
+
+
+def test_blocks_are_kept_on_a_gpu_and_dequantized_on_a_cpu(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(tiny_config("llama")), quantization="Q4_1")
+    checkpoint = Checkpoint.open(path)
+    assert checkpoint.quantization_on(None, "cuda") == "gguf"
+    assert checkpoint.quantization_on("dequantize", "cuda") == "dequantize"
+    assert checkpoint.quantization_on(None, "cpu") is None
+    assert ModelConfig.from_pretrained(path).quantization is None
+    config = ModelConfig.from_pretrained(path, quantization="gguf")
+    assert isinstance(config.quantization, GGUFBlocks)
+    write_gguf(tmp_path / "plain.gguf", random_model(tiny_config("llama")), quantization="F16")
+    assert Checkpoint.open(tmp_path / "plain.gguf").quantization_on(None, "cuda") is None
+
+
+def test_the_banner_names_what_is_kept_and_what_is_not(tmp_path):
+    path = tmp_path / "model.gguf"
+
+    def kinds(name: str) -> str:
+        if "lm_head" in name or "embed" in name:
+            return "Q8_0"
+        return "Q5_0" if "o_proj" in name else "Q4_0"
+
+    write_gguf(path, random_model(tiny_config("llama")), quantization=kinds)
+    config = ModelConfig.from_pretrained(path, quantization="gguf")
+    assert config.quantization is not None
+    assert config.quantization.describe() == (
+        "gguf: blocks of Q4_0; 2 tensors of Q8_0 (0.0 MiB) dequantized; 2 tensors of Q5_0 "
+        "(0.0 MiB) dequantized"
+    )
+
+
+def test_what_is_asked_for_is_refused_by_name(tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(tiny_config("llama", num_hidden_layers=1)), quantization="F16")
+    with pytest.raises(ConfigError, match="quantization: expected None or 'fp8' with a checkpoint"):
+        load(path)
+    write_gguf(path, random_model(tiny_config("llama", num_hidden_layers=1)), quantization="Q4_0")
+    with pytest.raises(ConfigError, match="expected None or 'fp8' with a checkpoint in full prec"):
+        load(path, None, "awq")
+    with pytest.raises(ConfigError, match="whole groups of 32 of the 96 inputs of model.layers.0"):
+        on_ranks(2, lambda parallel: load(path, parallel))
+
+
+def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path):
+    path, model = tmp_path / "model.gguf", random_model(tiny_config("llama", num_hidden_layers=1))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 5] = torch.inf
+    with np.errstate(all="ignore"):
+        write_gguf(path, model, quantization="Q8_0")
+    with pytest.raises(
+        ConfigError, match="model.layers.0.mlp.up_proj.blocks: expected finite scales of blocks"
+    ):
+        load(path)
