@@ -45,7 +45,7 @@ class StoredTensor:
     """The tensor's name in the file."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names it, for example ``BF16``; ``F32`` once dequantized, ``U8`` of blocks."""
+    """As safetensors names it, for example ``BF16``; of GGUF ``F32``, or ``U8`` of blocks."""
     index: tuple[int | slice, ...] = ()
     """Where the tensor is in the file's; () = it is all of that."""
 
@@ -111,7 +111,7 @@ class Checkpoint:
     def quantization_on(
         self,
         asked: QuantizationName | None,
-        device: torch.device | str,  # noqa: ARG002 - a GGUF file's
+        device: torch.device | str,
     ) -> QuantizationName | None:
         """Return which quantization a model has on ``device``, if ``asked`` is asked for."""
         return asked
@@ -157,9 +157,7 @@ class Checkpoint:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         return load_from_files(self.path)
 
-    def scan(
-        self, *, has_vision: bool = False, quantization: Quantization | None = None
-    ) -> Scan:
+    def scan(self, *, has_vision: bool = False, quantization: Quantization | None = None) -> Scan:
         """Return all tensors and problems; with ``has_vision``, the text model's tensors alone.
 
         ``quantization`` says whether blocks of a GGUF file are kept.
@@ -242,7 +240,7 @@ class Checkpoint:
 
     def _scan(
         self,
-        quantization: Quantization | None = None,  # noqa: ARG002 - a GGUF file's
+        quantization: Quantization | None = None,
     ) -> Scan:
         """Return the tensors under their stored names, and every problem."""
         single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE

@@ -85,8 +85,8 @@ def _q5_k(blocks: torch.Tensor) -> Fields:
 
 def _q6_k(blocks: torch.Tensor) -> Fields:
     low, high, heads = blocks.split((SUPER_BLOCK // 2, SUPER_BLOCK // 4, 18), dim=-1)
-    # 64 bytes have the low nibbles of 64 inputs and the high nibbles of the 64 after them. Bits 2 i
-    # and 2 i + 1 of byte j, of 32, are high bits of input 32 i + j, of 128.
+    # 64 bytes have the low nibbles of 64 inputs and the high nibbles of the 64 after them. Of 32
+    # bytes, bits 2 i and 2 i + 1 of byte j are high bits of input 32 i + j, of 128.
     return {
         "codes": _halves(low.unflatten(-1, (-1, 64))),
         "high": _joined(_spread(high.unflatten(-1, (-1, 32)), bits=2), bits=2),

@@ -1,8 +1,9 @@
 """GGUF files whose blocks are kept: the matrices of layers stay as small as they are in the file.
 
-A tensor ``NAME.weight`` of a type that is kept is read as ``NAME.blocks``, ``[out, blocks, bytes]``
-uint8: the bytes of the file, its rows in Hugging Face's order. Each block goes into the fields of a
-``QuantizedWeight``. Tensors of other types, and those with a row for each token, are dequantized.
+A tensor ``NAME.weight`` of a type that is kept is read as ``NAME.blocks``, ``[out, blocks,
+bytes]`` uint8: the bytes of the file, with rows in Hugging Face's order. Each block goes into the
+fields of a ``QuantizedWeight``. Tensors of other types, and those with a row for each token, are
+dequantized.
 """
 
 from __future__ import annotations

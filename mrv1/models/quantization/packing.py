@@ -107,7 +107,8 @@ def check_shape(part: ModulePart, *, group_size: int, fields: int) -> None:
     for what, size in zip(("rows", "inputs"), part.shape, strict=True):
         if size % fields:
             raise ConfigError(
-                f"{part.name}: expected a multiple of {fields} {what}, which share a word, got {size}"
+                f"{part.name}: expected a multiple of {fields} {what}, which share a word, "
+                f"got {size}"
             )
     if group_size and part.shape[1] % group_size:
         raise ConfigError(

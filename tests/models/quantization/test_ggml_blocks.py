@@ -14,6 +14,7 @@ from tests.models.quantization.blocks import random_blocks
 
 gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
 
+
 def weight_of(kind: str, data: np.ndarray) -> QuantizedWeight:
     block = BLOCK_TYPES[kind]
     fields = block.fields(torch.from_numpy(data))

@@ -136,9 +136,7 @@ def test_awq_has_the_values_that_were_packed(shape, seed, rank, cut):
     eights, groups, inputs = shape
     codes, zeros, scales = random_layer((2 * eights, 2 * groups, inputs), 4, seed)
     config = Settings("quantization_config", {"bits": 4, "group_size": inputs, "version": "GEMM"})
-    form = read_awq(config, scale_dtype=torch.float16).module(
-        "model.layers.0.mlp.up_proj"
-    )
+    form = read_awq(config, scale_dtype=torch.float16).module("model.layers.0.mlp.up_proj")
     assert form is not None
     weight = filled(form, packers.awq(codes, zeros, scales), tuple(codes.shape), rank, cut)
     group = torch.arange(2 * groups).repeat_interleave(inputs)
