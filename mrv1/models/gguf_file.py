@@ -558,9 +558,7 @@ def _is_supported(kind: Any) -> bool:  # noqa: ANN401 - gguf's GGMLQuantizationT
     return True
 
 
-def _unpermuted(
-    values: npt.NDArray[Any], num_heads: int
-) -> npt.NDArray[Any]:
+def _unpermuted(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Return a head's rows so that (i, i + head_dim / 2) rotate; llama.cpp: (2i, 2i + 1)."""
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
