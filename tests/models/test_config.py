@@ -80,8 +80,10 @@ WITHOUT_EFFECT = {
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
     *("use_cache", "bos_token_id", "pad_token_id"),  # of transformers' generate
     "num_nextn_predict_layers",  # tensors of Architecture.drafter
-    # transformers makes other settings of them: layer_types, sliding_window, no_rope_layers
+    # transformers makes other settings of them: layer_types, sliding_window, no_rope_layers, and
+    # rope_parameters
     *("max_window_layers", "use_sliding_window", "no_rope_layer_interval"),
+    "partial_rotary_factor",
     "num_local_experts",  # another name of num_experts
 }
 
