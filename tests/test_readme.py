@@ -29,6 +29,8 @@ FAMILY_NAMES = {
     "MixtralForCausalLM": "Mixtral",
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
+    "GlmForCausalLM": "GLM-4-9B",
+    "Glm4ForCausalLM": "GLM-4-0414",
     "GraniteForCausalLM": "Granite 3",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",

@@ -36,6 +36,8 @@ class Architecture:
     """Bias of the gate, up and down projections."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers of a checkpoint that are several of a layer's: their parts, in order."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Modules of a layer under other names in a checkpoint: their usual names."""
     norm_order: NormOrder = "before"
     """Where a layer's RMS norms are."""
     qk_norm: QKNormKind = "none"
@@ -99,6 +101,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_bias="mlp_bias",
         rope_layers="no_rope_layers",
         windows="layer_types",
+    ),
+    "GlmForCausalLM": Architecture(
+        model_type="glm",
+        qkv_bias="attention_bias",
+        fused={"mlp.gate_up_proj": GATE_UP},
+        rope_interleaved=True,
+        has_partial_rope=True,
+    ),
+    "Glm4ForCausalLM": Architecture(
+        model_type="glm4",
+        qkv_bias="attention_bias",
+        norm_order="both",
+        renamed={
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+        fused={"mlp.gate_up_proj": GATE_UP},
+        rope_interleaved=True,
+        has_partial_rope=True,
     ),
     "GraniteForCausalLM": Architecture(
         model_type="granite",

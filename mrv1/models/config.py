@@ -163,13 +163,14 @@ class ModelConfig:
         family = ARCHITECTURES[self.architecture]
         if self.experts is not None and family.experts is not None:
             return ExpertNames(self.experts, family.experts)
-        if not family.fused:
+        if not family.fused and not family.renamed:
             return None
         sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
         rows = dict(zip(QKV, (size * self.head_dim for size in sizes), strict=True))
         rows |= dict.fromkeys(GATE_UP, self.intermediate_size)
         return FusedNames(
-            {name: {part: rows[part] for part in parts} for name, parts in family.fused.items()}
+            {name: {part: rows[part] for part in parts} for name, parts in family.fused.items()},
+            family.renamed,
         )
 
     def is_of_drafter(self, name: str) -> bool:

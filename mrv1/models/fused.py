@@ -28,7 +28,7 @@ class OtherNames(Protocol):
         ...
 
 
-_LINEAR = re.compile(r"(model\.layers\.\d+)\.([\w.]+)\.(weight|bias)")
+_OF_LAYER = re.compile(r"(model\.layers\.\d+)\.([\w.]+)\.(weight|bias)")
 
 
 class FusedNames:
@@ -36,18 +36,22 @@ class FusedNames:
 
     Args:
         fused: by the fused layer's name, its parts' names and numbers of rows, in order.
+        renamed: usual names of a layer's modules, by a checkpoint's.
     """
 
-    def __init__(self, fused: Mapping[str, Mapping[str, int]]) -> None:
-        self._fused = fused
+    def __init__(self, fused: Mapping[str, Mapping[str, int]], renamed: Mapping[str, str]) -> None:
+        self._fused, self._renamed = fused, renamed
 
     def stored(self, name: str) -> str:
-        """Return the name: it is the usual one."""
-        return name
+        """Return the usual name of a tensor that is not fused."""
+        found = _OF_LAYER.fullmatch(name)
+        if found is None or found[2] not in self._renamed:
+            return name
+        return f"{found[1]}.{self._renamed[found[2]]}.{found[3]}"
 
     def pieces(self, name: str) -> Mapping[str, tuple[int | slice, ...]] | None:
         """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
-        found = _LINEAR.fullmatch(name)
+        found = _OF_LAYER.fullmatch(name)
         if found is None or found[2] not in self._fused:
             return None
         pieces: dict[str, tuple[int | slice, ...]] = {}
@@ -59,7 +63,7 @@ class FusedNames:
 
     def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
         """Return the shape of a fused tensor."""
-        found = _LINEAR.fullmatch(name)
+        found = _OF_LAYER.fullmatch(name)
         if found is None:
             raise ValueError(f"name: expected that of a fused tensor, got {name!r}")
         num_rows = sum(self._fused[found[2]].values())

@@ -11,7 +11,9 @@ from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Glm4Config,
     Glm4MoeConfig,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
@@ -49,6 +51,8 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
     "granite": GraniteConfig,
     "ministral": MinistralConfig,
     "seed_oss": SeedOssConfig,
@@ -126,6 +130,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.25,
     },
     "phi3": {"pad_token_id": 0},
+    "glm": {"pad_token_id": 0},
+    "glm4": {"pad_token_id": 0},
     "mistral": {"sliding_window": None},  # its default is 4096
     "olmo3": {"layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
@@ -133,6 +139,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Settings by family that a tiny configuration needs, or that are what the family is about."""
 
 ODD: dict[str, list[dict[str, Any]]] = {
+    "glm": [{"attention_bias": False, "num_key_value_heads": 1}],
+    "glm4": [
+        {
+            "attention_bias": False, "tie_word_embeddings": True, "head_dim": 48,
+            "rope_parameters": ROPES["yarn"] | {"partial_rotary_factor": 0.75},
+            "rms_norm_eps": 1e-2,
+        },
+        {"rope_parameters": ROPES["default"] | {"partial_rotary_factor": 1.0}},
+    ],
     "granite": [
         {
             "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True,

@@ -29,6 +29,8 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -68,10 +70,10 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
     assert (config.num_q_heads, config.num_kv_heads) == (4, 2)
     assert config.num_layers == (3 if family == "ernie4_5_moe" else 2)
     head_dim = 16 if family == "olmoe" else 32
-    rotary_dim = head_dim // 2 if family == "glm4_moe" else head_dim
+    rotary_dim = head_dim // 2 if family.startswith("glm") else head_dim
     assert (config.head_dim, config.rope.rotary_dim) == (head_dim, rotary_dim)
     assert config.qk_norm == QK_NORMS.get(family, "none")
-    assert config.rope_interleaved == family.startswith("ernie4_5")
+    assert config.rope_interleaved == (family.startswith("ernie4_5") or family in ("glm", "glm4"))
     assert config.torch_dtype == torch.float32
 
 
@@ -118,6 +120,8 @@ def test_every_setting_of_a_family_is_read_or_known_to_have_no_effect(family: st
         ("ernie4_5", {"use_bias": True}, (True, True, True)),
         ("smollm3", {"attention_bias": True}, (True, True, False)),
         ("smollm3", {"mlp_bias": True}, (False, False, True)),
+        ("glm", {}, (True, False, False)),
+        ("glm4", {"attention_bias": False}, (False, False, False)),
         ("granite", {"attention_bias": True}, (True, True, False)),
         ("granite", {"mlp_bias": True}, (False, False, True)),
         ("seed_oss", {}, (True, False, False)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,20 +64,33 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
+RENAMED = {
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+}
+"""Names of a layer's modules by family, and what other families with such modules call them."""
+
+
 def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors; fused ones, as Phi-3 has them, in parts."""
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return the model's tensors under their usual names; fused ones in parts."""
+    tensors: dict[str, torch.Tensor] = {}
     config = model.config
-    if config.model_type == "phi3":
-        heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        for index in range(config.num_hidden_layers):
-            attention, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-            qkv = tensors.pop(f"{attention}.qkv_proj.weight")
-            sizes = [num_heads * config.head_dim for num_heads in heads]
-            for part, rows in zip("qkv", qkv.split(sizes), strict=True):
-                tensors[f"{attention}.{part}_proj.weight"] = rows
-            gate_up = tensors.pop(f"{mlp}.gate_up_proj.weight")
-            tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"] = gate_up.chunk(2)
+    for name, parameter in model.named_parameters():
+        layer = re.fullmatch(r"(model\.layers\.\d+)\.(.+)\.(weight|bias)", name)
+        module = name if layer is None else layer[2]
+        parts, rows = [module], [len(parameter)]
+        if module == "self_attn.qkv_proj":
+            heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+            parts = [f"self_attn.{part}_proj" for part in "qkv"]
+            rows = [num_heads * config.head_dim for num_heads in heads]
+        elif module == "mlp.gate_up_proj":
+            parts, rows = ["mlp.gate_proj", "mlp.up_proj"], [len(parameter) // 2] * 2
+        for part, values in zip(parts, parameter.detach().split(rows), strict=True):
+            usual = RENAMED.get(config.model_type, {}).get(part, part)
+            tensors[name if layer is None else f"{layer[1]}.{usual}.{layer[3]}"] = values
     return tensors
 
 
