@@ -171,3 +171,19 @@ def test_the_configuration_names_the_quantization(tmp_path: Path):
     assert quantization.describe() == (
         "compressed-tensors: FP8 (e4m3) weights, a scale per output"
     )
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "int4-group-zeros", "int8-packed-zeros"])
+def test_made_up_codes_are_the_same_on_ranks(tmp_path: Path, name: str):
+    """They make weights about as large as made-up ones in full precision."""
+    config = tiny_config("llama", hidden_size=128, intermediate_size=256)
+    save_compressed(tmp_path, config, {"group_0": SCHEMES[name]})
+    (tmp_path / "model.safetensors").unlink()
+
+    def down(parallel: ParallelContext) -> torch.Tensor:
+        model = load(tmp_path, parallel, load_format="dummy")
+        return model.weights.layers[1].down.matrix.dense()
+
+    (whole,) = on_ranks(1, down)
+    assert whole.std().item() == pytest.approx(256**-0.5, rel=0.1)
+    assert torch.equal(torch.cat(on_ranks(2, down), 1), whole)
