@@ -17,6 +17,8 @@ _PATHS: dict[KernelPath, str] = {
     "interpreter": "Triton kernels in the CPU interpreter",
     "reference": "CPU reference (torch)",
 }
+_WIDENED = "widened for each product"
+"""What a product does with codes."""
 _SCALED: dict[KVScaleName, str] = {
     "token": "token and head",
     "quarter": "quarter of a block and head",
@@ -162,6 +164,8 @@ def describe_runner(
     Several ranks have caches like ``cache`` of ``nbytes`` together, under one ``policy``.
     """
     dtype = str(model.dtype).removeprefix("torch.")
+    if model.config.quantization is not None:
+        dtype += f", {model.config.quantization.describe()} ({_WIDENED})"
     how = _PATHS[path]
     if config.attention_backend == "flashinfer":
         how += ", attention by FlashInfer (one step in flight)"

@@ -99,4 +99,4 @@ class OnlineFP8(Quantization):
 
     def describe(self) -> str:
         """Return the format in words."""
-        return f"quantized while loading: {super().describe()}"
+        return f"quantized while loading: {Quantization.describe(self)}"
