@@ -205,6 +205,10 @@ def _silu_and_mul(ops: ModuleType, device: torch.device) -> Outputs:
     yield ops.silu_and_mul(_normal(33, 2 * 1000, device=device))
 
 
+def _gelu_tanh_and_mul(ops: ModuleType, device: torch.device) -> Outputs:
+    yield ops.gelu_tanh_and_mul(_normal(33, 2 * 1000, device=device))
+
+
 def _apply_bad_words(ops: ModuleType, device: torch.device) -> Outputs:
     """Slots with 0, 17 and 40 words, which are runs of the history's tokens 0, 1, 2, 0, ..."""
 
@@ -456,7 +460,7 @@ OPS: dict[str, Op] = {
     for op in (
         _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope, _apply_token_bitmask,
         _combine_experts, _copy_pages, _edit_logits, _embed_tokens, _expert_linear,
-        _fetch_upload, _gather_tokens, _kv_cache_write, _linear, _merge_states,
+        _fetch_upload, _gather_tokens, _gelu_tanh_and_mul, _kv_cache_write, _linear, _merge_states,
         _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
         _post_update, _qkv_cache_write, _rms_norm, _route_experts, _sample_tokens,
         _scatter_segments, _silu_and_mul, _top_logprobs,

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.experts.combine_experts import combine_experts as combine_experts
     from mrv1.kernels.experts.expert_linear import expert_linear as expert_linear
     from mrv1.kernels.experts.route_experts import route_experts as route_experts
+    from mrv1.kernels.layers.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
     from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.all_reduce_norm import all_reduce_norm as all_reduce_norm
@@ -87,6 +88,7 @@ class Ops:
     sample_tokens = _op(reference.sample_tokens, "sampling.sample_tokens")
     scatter_segments = _op(reference.scatter_segments, "step.scatter_segments")
     silu_and_mul = _op(reference.silu_and_mul, "layers.activation")
+    gelu_tanh_and_mul = _op(reference.gelu_tanh_and_mul, "layers.activation")
     top_logprobs = _op(reference.top_logprobs, "sampling.logprobs")
 
     def __init__(self, op: Callable[[str], object]) -> None:

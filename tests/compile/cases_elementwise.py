@@ -7,7 +7,7 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.activation import SiluAndMulConfig, _silu_and_mul_kernel
 from mrv1.kernels.layers.all_reduce_norm import LIMITED, MOST_REGISTERS, _all_reduce_norm_kernel
-from mrv1.kernels.layers.contracts import RING_ROWS, RING_SLOTS
+from mrv1.kernels.layers.contracts import GATES, RING_ROWS, RING_SLOTS, Activation
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
 from mrv1.kernels.layers.rope import RopeConfig, _apply_rope_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -21,7 +21,8 @@ def cases(target: Target) -> list[AotCase]:
         *(_rms_norm(target, torch.bfloat16, dim, residual=True) for dim in (1024, 8192)),
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
-        *(_silu_and_mul(target, dtype) for dtype in DTYPES),
+        *(_gated(target, dtype, "silu_and_mul") for dtype in DTYPES),
+        *(_gated(target, dtype, "gelu_tanh_and_mul") for dtype in DTYPES),
         *(_sums_over_ranks(target) if target.backend == "cuda" else ()),  # see ``check_peers``
     ]
 
@@ -128,13 +129,14 @@ def _rope(
     )
 
 
-def _silu_and_mul(target: Target, dtype: torch.dtype) -> AotCase:
+def _gated(target: Target, dtype: torch.dtype, activation: Activation) -> AotCase:
     config = SiluAndMulConfig.default_for()
     return AotCase(
-        name=_name("silu_and_mul", dtype),
+        name=_name(activation, dtype),
         kernel=_silu_and_mul_kernel,
         args=(pointer(dtype), 3072, pointer(dtype), 6144, 33, 3072),
         constexprs={
+            "GATED": GATES[activation],
             "TILE_TOKENS": config.tile_tokens,
             "TILE_COLS": config.tile_cols,
             "OVERLAP": target.has_dependent_launch,

@@ -37,6 +37,10 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
 
     @property
+    def gate(self) -> int:
+        return 2 if "gelu" in self.fused else 1 if "gated" in self.fused else 0
+
+    @property
     def num_rows(self) -> int:
         return self.num_out * (2 if "gated" in self.fused else 1)
 
@@ -79,6 +83,7 @@ GROUPS = (
     (Layer(1792, 4096, ("partial",)), 1, 1),
 )
 """Layers of many tokens on Hopper, in so many splits of so many leaves."""
+GELU = Layer(1024, 3072, ("norm", "gated", "gelu"))
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
 
 
@@ -87,6 +92,9 @@ def cases(target: Target) -> list[AotCase]:
     return [
         *(_vector(target, layer) for layer in layers),
         *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
+        _vector(target, GELU),
+        *(_tile(target, GELU, tokens) for tokens in (16, 256)),
+        *_registers(target, GELU, 16),
         *_in_order(target, VOCABULARY, 256),
         *(
             case
@@ -118,7 +126,7 @@ def _vector(target: Target, layer: Layer) -> AotCase:
         ),
         constexprs={
             "IN": layer.num_in,
-            "GATED": "gated" in layer.fused,
+            "GATED": layer.gate,
             "TILE_ROWS": config.tile_rows,
             "TILE_IN": config.tile_in,
             "EARLY_CHUNKS": min(config.early_chunks, num_chunks),
@@ -187,7 +195,7 @@ def _tile(
         ),
         constexprs={
             "IN": layer.num_in,
-            "GATED": "gated" in layer.fused,
+            "GATED": layer.gate,
             "TILE_TOKENS": config.tile_tokens,
             "TILE_ROWS": config.tile_rows,
             "TILE_IN": config.tile_in,
@@ -266,7 +274,7 @@ def _registers(
         ),
         constexprs={
             "IN": layer.num_in,
-            "GATED": "gated" in layer.fused,
+            "GATED": layer.gate,
             "TILE_TOKENS": config.tile_tokens,
             "TOKEN_TILES": config.token_tiles,
             "TILE_ROWS": config.tile_rows,

@@ -22,6 +22,7 @@ FEATURES = (
     ("gated",),
     ("norm", "gated"),
     ("bias", "norm", "gated", "residual"),
+    ("bias", "norm", "gated", "gelu", "residual"),
     ("normed",),
     ("bias", "residual", "normed"),
     ("norm", "gated", "normed"),
@@ -48,13 +49,18 @@ def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), se
         residual = normal((num_tokens, num_out), dtype, device, seed + 4)
         arguments["residual"] = in_a_wider_row(residual, 16, 8)
     if "gated" in features:
-        arguments["activation"] = "silu_and_mul"
+        arguments["activation"] = "gelu_tanh_and_mul" if "gelu" in features else "silu_and_mul"
     if "normed" in features:
         arguments["out_norm_weight"] = normal((num_out,), dtype, device, seed + 5)
         normed_out = torch.zeros(num_tokens, num_out, dtype=dtype, device=device)
         arguments["normed_out"] = in_a_wider_row(normed_out, 8, 4)
         arguments["eps"] = EPS
     return arguments
+
+
+def gelu_exponent(x):
+    """Return u of gelu by tanh, ``0.5 x (1 + tanh(u))``."""
+    return (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
 
 
 def of_rows(arguments, rows):
@@ -127,10 +133,11 @@ def assert_linear_in_budget(
     if activation is not None:
         gate, up = exact.chunk(2, dim=-1)
         gate_budget, up_budget = (budget + small * exact.abs()).chunk(2, dim=-1)
-        silu = gate / (1 + torch.exp(-gate))
-        exact = silu * up
-        budget = 1.1 * gate_budget * (up.abs() + up_budget) + silu.abs() * up_budget
-        budget += (4 + gate.abs()) * tiny * exact.abs()
+        exponent = gate if activation == "silu_and_mul" else 2 * gelu_exponent(gate)
+        activated = gate / (1 + torch.exp(-exponent))
+        exact = activated * up
+        budget = 1.13 * gate_budget * (up.abs() + up_budget) + activated.abs() * up_budget
+        budget += (4 + exponent.abs()) * tiny * exact.abs()
     if residual is not None:
         exact = exact + residual.double()
     budget += torch.finfo(got.dtype).eps * exact.abs() + 2 * tiny

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise part."""
+"""The elementwise parts of SwiGLU and GeGLU."""
 
 from __future__ import annotations
 
@@ -21,36 +21,60 @@ from tests.kernels.elementwise import (
     seeds,
     tiles,
 )
+from tests.kernels.linear_layers import gelu_exponent
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 
-def _exact(x):
+OPS = st.sampled_from(["silu_and_mul", "gelu_tanh_and_mul"])
+NAMES = pytest.mark.parametrize("op", ["silu_and_mul", "gelu_tanh_and_mul"])
+
+
+def _exponent(op, gate):
+    """Return what the exponential of an activation is of."""
+    return gate if op == "silu_and_mul" else 2 * gelu_exponent(gate)
+
+
+def _exact(op, x):
     gate, up = x.double().chunk(2, dim=-1)
-    return gate / (1 + torch.exp(-gate)) * up
+    return gate / (1 + torch.exp(-_exponent(op, gate))) * up
 
 
-def _torch(x):
+def _activation(op, gate):
+    if op == "silu_and_mul":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def _torch(op, x):
     gate, up = x.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate) * up
+    return _activation(op, gate) * up
 
 
 # --- oracle ------------------------------------------------------------------------------------
 
 
-def test_the_oracle_equals_the_formula():
+@NAMES
+def test_the_oracle_equals_the_formula(op):
+    def activation(x):
+        if op == "silu_and_mul":
+            return x / (1 + math.exp(-x))
+        return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
     x = normal((3, 8), torch.float64, "cpu")
     want = [
-        [gate / (1 + math.exp(-gate)) * up for gate, up in zip(row[:4], row[4:], strict=True)]
+        [activation(gate) * up for gate, up in zip(row[:4], row[4:], strict=True)]
         for row in x.tolist()
     ]
-    torch.testing.assert_close(reference.silu_and_mul(x), torch.tensor(want, dtype=torch.float64))
+    found = getattr(reference, op)(x)
+    torch.testing.assert_close(found, torch.tensor(want, dtype=torch.float64))
 
 
 # --- properties --------------------------------------------------------------------------------
 
 
 @given(
+    op=OPS,
     num_tokens=st.sampled_from([1, 3, 40]),
     num_cols=st.sampled_from([1, 80, 96, 1024, 1500]),  # 1500: a second, partial tile on a GPU
     dtype=st.sampled_from(DTYPES),
@@ -59,20 +83,23 @@ def test_the_oracle_equals_the_formula():
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_silu_and_mul_is_as_exact_as_torch(
-    device, num_tokens, num_cols, dtype, scale, gap, as_on_gpu, seed
+def test_an_activation_is_as_exact_as_torch(
+    device, op, num_tokens, num_cols, dtype, scale, gap, as_on_gpu, seed
 ):
     x = normal((num_tokens, 2 * num_cols), dtype, device, seed) * scale
     x = in_a_wider_row(x, gap, 2 * gap)
     out = in_a_wider_row(torch.zeros_like(x[:, :num_cols]), gap, gap)
+    activate = getattr(kernels, op)
     with tiles("silu_and_mul", as_on_gpu=as_on_gpu):
-        assert kernels.silu_and_mul(x, out=out) is out
-    assert_in_budget(out, _torch(x), _exact(x), exponent=x[:, :num_cols].double().abs())
+        assert activate(x, out=out) is out
+    exponent = _exponent(op, x[:, :num_cols].double()).abs()
+    assert_in_budget(out, _torch(op, x), _exact(op, x), exponent=exponent)
     assert_gaps_untouched(out)
-    assert torch.equal(kernels.silu_and_mul(x), out)
+    assert torch.equal(activate(x), out)
 
 
 @given(
+    op=OPS,
     num_tokens=st.sampled_from([2, 9, 83]),
     num_cols=st.sampled_from([1, 8, 80, 1500]),
     dtype=st.sampled_from(DTYPES),
@@ -81,32 +108,35 @@ def test_silu_and_mul_is_as_exact_as_torch(
     seed=seeds,
 )
 def test_a_token_has_the_same_bits_alone_and_in_a_batch(
-    device, num_tokens, num_cols, dtype, gap, as_on_gpu, seed
+    device, op, num_tokens, num_cols, dtype, gap, as_on_gpu, seed
 ):
     x = in_a_wider_row(normal((num_tokens, 2 * num_cols), dtype, device, seed), gap, gap)
+    activate = getattr(kernels, op)
     with tiles("silu_and_mul", as_on_gpu=as_on_gpu):
-        want = kernels.silu_and_mul(x)
+        want = activate(x)
         for token in {0, num_tokens // 2, num_tokens - 1}:
             alone = slice(token, token + 1)
-            assert torch.equal(kernels.silu_and_mul(x[alone]), want[alone])
+            assert torch.equal(activate(x[alone]), want[alone])
 
 
-@given(order=st.permutations(range(6)), seed=seeds)
-def test_a_row_does_not_depend_on_other_rows(device, order, seed):
+@given(op=OPS, order=st.permutations(range(6)), seed=seeds)
+def test_a_row_does_not_depend_on_other_rows(device, op, order, seed):
     x = normal((6, 160), torch.bfloat16, device, seed)
-    want = kernels.silu_and_mul(x)[list(order)]
-    assert torch.equal(kernels.silu_and_mul(x[list(order)]), want)
+    activate = getattr(kernels, op)
+    want = activate(x)[list(order)]
+    assert torch.equal(activate(x[list(order)]), want)
 
 
 # --- edges -------------------------------------------------------------------------------------
 
 
+@NAMES
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gates_far_from_zero_saturate(device, dtype):
+def test_gates_far_from_zero_saturate(device, dtype, op):
     gate = torch.tensor([-1e4, -104.0, 0.0, 104.0, 1e4, torch.inf, torch.nan])
     x = torch.cat([gate, torch.full_like(gate, 2.0)])[None].to(dtype).to(device)
-    got = kernels.silu_and_mul(x)[0].cpu()
-    want = torch.nn.functional.silu(gate.to(dtype)) * 2
+    got = getattr(kernels, op)(x)[0].cpu()
+    want = _activation(op, gate.to(dtype)) * 2
     assert torch.equal(got[2:5], want[2:5])
     assert torch.equal(got[:2].float(), torch.zeros(2))
     assert got[5] == torch.inf
@@ -114,9 +144,17 @@ def test_gates_far_from_zero_saturate(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [kernels.silu_and_mul, reference.silu_and_mul])
+@pytest.mark.parametrize(
+    "op",
+    [
+        kernels.silu_and_mul,
+        reference.silu_and_mul,
+        kernels.gelu_tanh_and_mul,
+        reference.gelu_tanh_and_mul,
+    ],
+)
 def test_the_most_negative_gates_give_zero(device, op, dtype):
-    """Zero is the limit of silu; torch gives NaN at -inf. With an infinite up, 0 * inf is NaN."""
+    """Zero is the limit; torch gives NaN at -inf. With an infinite up, 0 * inf is NaN."""
     least = torch.finfo(dtype).min
     gate = torch.tensor([-torch.inf, least, least / 2, -1e4, -200.0], dtype=dtype)
     up = torch.tensor([2.0, -2.0, 0.0, least, -least, torch.inf, -torch.inf, torch.nan])
@@ -154,5 +192,6 @@ def test_configurations():
 )
 def test_wrong_arguments_are_named(device, change, error, message):
     arguments = {"x": torch.ones(2, 8)} | change
-    with pytest.raises(error, match=message):
-        kernels.silu_and_mul(**{name: value.to(device) for name, value in arguments.items()})
+    for op in (kernels.silu_and_mul, kernels.gelu_tanh_and_mul):
+        with pytest.raises(error, match=message):
+            op(**{name: value.to(device) for name, value in arguments.items()})

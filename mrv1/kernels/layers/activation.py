@@ -1,4 +1,7 @@
-"""SwiGLU's elementwise part, ``silu(gate) * up``: silu(x) = x / (1 + exp(-x)), silu(-inf) = 0.
+"""The elementwise parts of SwiGLU and GeGLU, ``silu(gate) * up`` and ``gelu_tanh(gate) * up``.
+
+    silu(x) = x / (1 + exp(-x)),    silu(-inf) = 0
+    gelu_tanh(x) = x / (1 + exp(-2u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), 0 at -inf
 
 Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
@@ -14,7 +17,8 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.contracts import GATES, Activation
+from mrv1.kernels.layers.silu import gated
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -25,6 +29,7 @@ def _silu_and_mul_kernel(
     stride_x_token,
     num_tokens,
     num_cols,
+    GATED: tl.constexpr,  # a kind of gate
     TILE_TOKENS: tl.constexpr,
     TILE_COLS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
@@ -40,7 +45,7 @@ def _silu_and_mul_kernel(
     up = tl.load(gate_ptr + num_cols, mask=inside, other=0.0).to(tl.float32)
     dtype = gate.dtype
     gate = gate.to(tl.float32)
-    result = silu(gate) * up
+    result = gated(gate, up, GATED)
     tl.store(out_ptr + token * stride_out_token + col, result.to(dtype), mask=inside)
 
 
@@ -85,6 +90,26 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
         always). Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
+    return _activate(x, out, "silu_and_mul")
+
+
+def gelu_tanh_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``gelu_tanh(x[:, :n]) * x[:, n:]``; gelu is approximated by tanh, as in Gemma.
+
+    Args:
+        x: [tokens, 2 * n] float32 | float16 | bfloat16, unit last stride: gate, then up.
+        out: [tokens, n], x's dtype, unit last stride, *written* and returned; None = new.
+
+    Raises:
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
+
+    Numerics: as ``silu_and_mul``.
+    Stream: current stream, no synchronisation, CUDA-graph safe.
+    """
+    return _activate(x, out, "gelu_tanh_and_mul")
+
+
+def _activate(x: torch.Tensor, out: torch.Tensor | None, kind: Activation) -> torch.Tensor:
     check_tensor("x", x, shape=(None, None), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("x", x)
     num_tokens, num_cols = x.shape[0], x.shape[1] // 2
@@ -103,6 +128,7 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
         *with_strides(out, 1),
         *with_strides(x, 1),
         *(num_tokens, num_cols),
+        GATED=GATES[kind],
         TILE_TOKENS=config.tile_tokens,
         TILE_COLS=config.tile_cols,
         num_warps=config.num_warps,

@@ -11,8 +11,10 @@ import torch
 from mrv1.kernels._base.checks import check_tensor
 from mrv1.kernels._base.peers import PeerBuffer, PeerMemory
 
-Activation = Literal["silu_and_mul"]
+Activation = Literal["silu_and_mul", "gelu_tanh_and_mul"]
 """The activations that ``linear`` can apply."""
+GATES: dict[Activation | None, int] = {None: 0, "silu_and_mul": 1, "gelu_tanh_and_mul": 2}
+"""What kernels call an activation of gates."""
 
 AllReduceAlgorithm = Literal["one_shot", "two_shot"]
 """How ``all_reduce_norm`` sums."""

@@ -2,7 +2,7 @@
 
     x' = rms_norm(x, norm_weight)                   (if norm_weight is given)
     y  = x' @ weight.T + bias
-    y  = silu(y[:, :n]) * y[:, n:]                  (if activation is "silu_and_mul")
+    y  = silu(y[:, :n]) * y[:, n:]                  (if activation is "silu_and_mul"; or gelu)
     out = residual + y                              (if residual is given)
     normed_out = rms_norm(out, out_norm_weight)     (if normed_out is given)
 
@@ -30,8 +30,8 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.triton import INTERPRET
-from mrv1.kernels.layers.activation import silu_and_mul
-from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
+from mrv1.kernels.layers.contracts import GATES, Activation
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_splits import add_splits
@@ -88,7 +88,7 @@ def linear(
         eps: added to the mean square in both norms.
         residual: ``[tokens, n]``, x's dtype, unit last stride; n is out (gated: out / 2).
         activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
-            the result is ``silu(gate) * up``.
+            the result is ``silu(gate) * up``; ``"gelu_tanh_and_mul"``: gelu by tanh instead.
         out: ``[tokens, n]``, x's dtype or float32, unit last stride, *written* and returned; may
             be ``residual``, but overlap with nothing else. Allocated if omitted, in x's dtype.
         out_norm_weight: ``[n]``, x's dtype, contiguous: the norm's; only with ``normed_out``.
@@ -141,7 +141,7 @@ def linear(
         norm_weight=norm_weight,
         eps=eps,
         residual=residual,
-        is_gated=activation is not None,
+        gate=GATES[activation],
         out=out,
         out_norm_weight=out_norm_weight,
         normed_out=normed_out,
@@ -206,6 +206,8 @@ def _takes_groups(call: LinearCall) -> bool:
     is_many = call.order is not None and call.num_tokens > MOST_REGISTER_TOKENS
     if INTERPRET or not is_many or call.x.dtype.itemsize != 2:
         return False
+    if call.gate == GATES["gelu_tanh_and_mul"]:  # tiles have the same bits, in more time
+        return False
     return device_info(call.x.device).capability == WARP_GROUP_CAPABILITY
 
 
@@ -253,7 +255,8 @@ def _multiply_by_library(call: LinearCall) -> None:
     else:
         product = torch.addmm(added, x, call.weight.T, out=product)
     if call.is_gated:
-        silu_and_mul(product, out=call.out)
+        activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
+        activate(product, out=call.out)
 
 
 def _check(
@@ -278,8 +281,9 @@ def _check(
         check("bias", bias, shape=(num_rows,), contiguous=True)
     if norm_weight is not None:
         check("norm_weight", norm_weight, shape=(num_in,), contiguous=True)
-    if activation not in (None, "silu_and_mul"):
-        raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")
+    if activation not in GATES:
+        expected = ", ".join(map(repr, GATES))
+        raise ValueError(f"activation: expected one of {expected}, got {activation!r}")
     if activation is not None and num_rows % 2:
         raise ValueError(
             f"weight: expected an even number of rows (gate, then up), got {num_rows}"

@@ -21,8 +21,8 @@ class LinearCall:
     norm_weight: torch.Tensor | None
     eps: float
     residual: torch.Tensor | None
-    is_gated: bool
-    """Whether the weight has the rows of gates, then the rows of ups."""
+    gate: int
+    """The kind of gate, of ``GATES``; the weight has the rows of gates, then the rows of ups."""
     out: torch.Tensor
     out_norm_weight: torch.Tensor | None
     normed_out: torch.Tensor | None
@@ -32,6 +32,11 @@ class LinearCall:
     """The order of a deterministic sum; None = any."""
     keeps_splits: bool = False
     """Whether the caller adds up the sums of splits."""
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight has the rows of gates, then the rows of ups."""
+        return self.gate != 0
 
     @property
     def is_followed(self) -> bool:

@@ -22,7 +22,7 @@ from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
 NUM_PROGRAMS = 128
@@ -251,7 +251,7 @@ def _linear_registers_kernel(
     num_tokens,
     num_out,
     IN: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # a kind of gate, 0 = none
     TILE_TOKENS: tl.constexpr,
     TOKEN_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -348,7 +348,7 @@ def _linear_registers_kernel(
                 if bias_ptr is not None:
                     y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
                 if GATED:
-                    y = silu(y) * up
+                    y = gated(y, up, GATED)
                 if residual_ptr is not None:
                     residual = residual_ptr + token * stride_residual_token + col
                     y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
@@ -374,7 +374,7 @@ def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> torch.Ten
         num_tokens=call.num_tokens,
         num_out=call.num_out,
         IN=call.num_in,
-        GATED=call.is_gated,
+        GATED=call.gate,
         TILE_TOKENS=config.tile_tokens,
         TOKEN_TILES=config.token_tiles,
         TILE_ROWS=config.tile_rows,

@@ -22,7 +22,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
 LARGE = 2**23
@@ -340,7 +340,7 @@ def _linear_tile_kernel(
     num_tokens,
     num_out,
     IN: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # a kind of gate, 0 = none
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
@@ -399,7 +399,7 @@ def _linear_tile_kernel(
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
         if GATED:
-            y = silu(y) * up_y
+            y = gated(y, up_y, GATED)
         if residual_ptr is not None:
             residual_ptr += token * stride_residual_token + col
             y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -425,7 +425,7 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
         *with_strides(call.x, 1),
         *(call.weight, call.bias, call.num_tokens, call.num_out),
         IN=call.num_in,
-        GATED=call.is_gated,
+        GATED=call.gate,
         TILE_TOKENS=config.tile_tokens,
         TILE_ROWS=config.tile_rows,
         TILE_IN=config.tile_in,

@@ -14,7 +14,7 @@ import torch
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
-from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.silu import gated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def _linear_vector_kernel(
     eps,
     num_out,
     IN: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr,  # a kind of gate, 0 = none
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
     EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
@@ -175,7 +175,7 @@ def _linear_vector_kernel(
         y += first_bias
         second_y += second_bias
     if GATED:
-        y = silu(y) * second_y
+        y = gated(y, second_y, GATED)
     if residual_ptr is not None:
         y += first_residual
         if not GATED:
@@ -193,7 +193,7 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
         *(call.out, call.residual, call.x, call.weight),
         *(call.bias, call.norm_weight, call.eps, call.num_out),
         IN=call.num_in,
-        GATED=call.is_gated,
+        GATED=call.gate,
         TILE_ROWS=config.tile_rows,
         TILE_IN=config.tile_in,
         EARLY_CHUNKS=min(config.early_chunks, triton.cdiv(call.num_in, config.tile_in)),

@@ -72,11 +72,30 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
     return x / (1 + torch.exp(-x))
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return gelu by tanh, ``0.5 x (1 + tanh(u))``, with its limit at -inf: torch has NaN."""
+    x = x.clamp(min=torch.finfo(x.dtype).min)
+    twice_u = (8 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return x / (1 + torch.exp(-twice_u))
+
+
+def _gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return the second half of each row times the activation of the first."""
+    gate, up = x.chunk(2, dim=-1)
+    return (_silu(gate) if activation == "silu_and_mul" else _gelu_tanh(gate)) * up
+
+
+@counted
+def gelu_tanh_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.gelu_tanh_and_mul`."""
+    result = _gated(wide(x), "gelu_tanh_and_mul").to(x.dtype)
+    return result if out is None else out.copy_(result)
+
+
 @counted
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.silu_and_mul`."""
-    gate, up = wide(x).chunk(2, dim=-1)
-    result = (_silu(gate) * up).to(x.dtype)
+    result = _gated(wide(x), "silu_and_mul").to(x.dtype)
     return result if out is None else out.copy_(result)
 
 
@@ -111,8 +130,7 @@ def linear(
     if bias is not None:
         y = y + wide(bias)
     if activation is not None:
-        gate, up = y.chunk(2, dim=-1)
-        y = _silu(gate) * up
+        y = _gated(y, activation)
     if residual is not None:
         y = wide(residual) + y
     y = y.to(x.dtype if out is None else out.dtype)
