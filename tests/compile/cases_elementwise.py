@@ -21,6 +21,7 @@ def cases(target: Target) -> list[AotCase]:
         *(_rms_norm(target, torch.bfloat16, dim, residual=True) for dim in (1024, 8192)),
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
+        _rms_norm(target, torch.bfloat16, 4096, wide=True),
         *(_gated(target, dtype, "silu_and_mul") for dtype in DTYPES),
         *(_gated(target, dtype, "gelu_tanh_and_mul") for dtype in DTYPES),
         *(_sums_over_ranks(target) if target.backend == "cuda" else ()),  # see ``check_peers``
@@ -43,13 +44,24 @@ def _name(op: str, *details: object) -> str:
     return "-".join([op, *(str(d).removeprefix("torch.") for d in details)])
 
 
-def _rms_norm(target: Target, dtype: torch.dtype, dim: int, *, residual: bool = False) -> AotCase:
+def _rms_norm(
+    target: Target, dtype: torch.dtype, dim: int, *, residual: bool = False, wide: bool = False
+) -> AotCase:
     config = RmsNormConfig.default_for(dim)
     x = pointer(dtype)
     return AotCase(
-        name=_name("rms_norm", dtype, dim, *(["residual"] if residual else [])),
+        name=_name(
+            "rms_norm",
+            dtype,
+            dim,
+            *(["residual"] if residual else []),
+            *(["wide"] if wide else []),
+        ),
         kernel=_rms_norm_kernel,
-        args=(x, dim, dim, x if residual else None, dim, x, dim, dim, x, 33, 1, dim, 1e-6),
+        args=(
+            *(x, dim, dim, x if residual else None, dim, x, dim, dim),
+            *(pointer(torch.float32) if wide else x, 33, 1, dim, 1e-6),
+        ),
         constexprs={
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(dim),

@@ -50,7 +50,9 @@ class Layer:
         return "-".join((kernel, dtype, shape, *self.fused))
 
     def if_fused(self, name: str) -> torch.Tensor | None:
-        return pointer(self.dtype) if name in self.fused else None
+        is_wide = name == "norm" and "wide" in self.fused
+        dtype = torch.float32 if is_wide else self.dtype
+        return pointer(dtype) if name in self.fused else None
 
 
 QKV = Layer(1024, 4096, ("norm",))
@@ -83,7 +85,7 @@ GROUPS = (
     (Layer(1792, 4096, ("partial",)), 1, 1),
 )
 """Layers of many tokens on Hopper, in so many splits of so many leaves."""
-GELU = Layer(1024, 3072, ("norm", "gated", "gelu"))
+GELU = Layer(1024, 3072, ("norm", "wide", "gated", "gelu"))
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
 
 

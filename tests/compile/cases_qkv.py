@@ -24,6 +24,7 @@ def cases(target: Target) -> list[AotCase]:
         _write(target, torch.bfloat16, 128, rotary_dim=32, norm=True, fp8=fp8[0], k_out=True),
         _write(target, torch.bfloat16, 96, rotary_dim=40, interleaved=True, fp8=fp8[0]),
         _write(target, torch.float32, 256, norm=True, fp8=fp8[0], k_out=True),
+        _write(target, torch.bfloat16, 256, norm=True, wide_norm=True),
         _write(target, torch.bfloat16, 128, interleaved=True, norm=True),
         _write(target, torch.bfloat16, 128, interleaved=True, mrope=True, norm=True, fp8=fp8[1]),
         _write(target, torch.bfloat16, 128, mrope=True),
@@ -39,6 +40,7 @@ def _write(
     interleaved: bool = False,
     mrope: bool = False,
     norm: bool = False,
+    wide_norm: bool = False,
     k_out: bool = False,
     fp8: dict[str, object] = NO_FP8,
 ) -> AotCase:
@@ -46,9 +48,10 @@ def _write(
     rotary_dim = head_dim if rotary_dim == -1 else rotary_dim
     config = QKVCacheWriteConfig.default_for(head_dim, dtype)
     data, int32, int64 = pointer(dtype), pointer(torch.int32), pointer(torch.int64)
-    weight = data if norm else None
+    weight = (pointer(torch.float32) if wide_norm else data) if norm else None
     num_pairs = (rotary_dim or head_dim) // 2
-    flags = {"interleaved": interleaved, "mrope": mrope, "norm": norm, "k_out": k_out}
+    flags = {"interleaved": interleaved, "mrope": mrope, "norm": norm, "wide": wide_norm}
+    flags["k_out"] = k_out
     details = [f"rope{rotary_dim}", *(name for name, given in flags.items() if given)]
     return AotCase(
         name=_name("qkv_cache_write", dtype, head_dim, *details, *_fp8_name(fp8)),

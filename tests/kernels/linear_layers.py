@@ -22,7 +22,7 @@ FEATURES = (
     ("gated",),
     ("norm", "gated"),
     ("bias", "norm", "gated", "residual"),
-    ("bias", "norm", "gated", "gelu", "residual"),
+    ("bias", "norm", "wide", "gated", "gelu", "residual"),
     ("normed",),
     ("bias", "residual", "normed"),
     ("norm", "gated", "normed"),
@@ -43,7 +43,8 @@ def linear_arguments(num_tokens, num_in, num_out, dtype, device, features=(), se
     if "bias" in features:
         arguments["bias"] = normal((num_rows,), dtype, device, seed + 2)
     if "norm" in features:
-        arguments["norm_weight"] = normal((num_in,), dtype, device, seed + 3)
+        kind = torch.float32 if "wide" in features and dtype.itemsize == 2 else dtype
+        arguments["norm_weight"] = normal((num_in,), kind, device, seed + 3)
         arguments["eps"] = EPS
     if "residual" in features:
         residual = normal((num_tokens, num_out), dtype, device, seed + 4)

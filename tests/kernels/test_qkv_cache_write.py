@@ -63,6 +63,8 @@ class Options:
     mrope: bool = False
     mrope_interleaved: bool = False
     norm: bool = False
+    wide_norm: bool = False
+    """Whether the norms' weights are float32."""
     coarse: bool = False
     """Whether every sum of squares is exact in float32, in any order."""
     seed: int = 0
@@ -96,7 +98,8 @@ class Call:
             qkv.copy_((qkv * 4).round().clamp(-32, 32) / 4)
         keywords: dict[str, object] = {"num_q_heads": num_q_heads}
         if options.norm:
-            weights = (normal((dim,), dtype, device, options.seed + seed) for seed in (0, 1))
+            kind = torch.float32 if options.wide_norm else dtype
+            weights = (normal((dim,), kind, device, options.seed + seed) for seed in (0, 1))
             keywords["norm"] = QKNorm(*weights, EPS)
         if options.rotary_dim is not None:
             shape = (3, num_tokens) if options.mrope else (num_tokens,)
@@ -210,6 +213,7 @@ def _calls(draw, **chosen) -> tuple[PagedCase, Options]:
         "mrope": draw(st.booleans()),
         "mrope_interleaved": draw(st.booleans()),
         "norm": draw(st.booleans()),
+        "wide_norm": draw(st.booleans()),
         "seed": draw(st.integers(0, 2**31 - 2)),
     }
     return case, Options(**(drawn | chosen))

@@ -34,10 +34,12 @@ def _exact(x, weight, eps=EPS):
 
 
 def _torch(x, weight, eps=EPS):
-    """Return transformers' LlamaRMSNorm."""
+    """Return transformers' LlamaRMSNorm; with a float32 weight, its Gemma2RMSNorm."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (
+        (weight * normed).to(x.dtype) if weight.dtype != x.dtype else weight * normed.to(x.dtype)
+    )
 
 
 # --- oracle ------------------------------------------------------------------------------------
@@ -59,8 +61,11 @@ def test_the_oracle_equals_the_formula():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_oracle_rounds_as_llama_does(dtype):
-    x, weight = normal((4, 96), dtype, "cpu"), normal((96,), dtype, "cpu", 1)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_oracle_rounds_as_transformers_does(dtype, wide):
+    """As Llama, and with a float32 weight as Gemma."""
+    x = normal((4, 96), dtype, "cpu")
+    weight = normal((96,), torch.float32 if wide else dtype, "cpu", 1)
     assert torch.equal(reference.rms_norm(x, weight, EPS), _torch(x, weight))
 
 
@@ -71,13 +76,14 @@ def test_the_oracle_rounds_as_llama_does(dtype):
     shape=st.sampled_from([(1,), (7,), (33,), (3, 4), (5, 1)]),
     dim=st.sampled_from(DIMS),
     dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
     gap=st.sampled_from([0, 8, 3]),
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
-def test_rms_norm_is_as_exact_as_torch(device, shape, dim, dtype, gap, as_on_gpu, seed):
+def test_rms_norm_is_as_exact_as_torch(device, shape, dim, dtype, wide, gap, as_on_gpu, seed):
     x = in_a_wider_row(normal((*shape, dim), dtype, device, seed), gap, 2 * gap)
-    weight = normal((dim,), dtype, device, seed + 1)
+    weight = normal((dim,), torch.float32 if wide else dtype, device, seed + 1)
     out = in_a_wider_row(torch.zeros_like(x), 2 * gap, gap)
     with tiles("rms_norm", as_on_gpu=as_on_gpu):
         assert kernels.rms_norm(x, weight, EPS, out=out) is out

@@ -148,9 +148,9 @@ class QKNorm:
     """The RMS norms of ``qkv_cache_write``, over each head."""
 
     q_weight: torch.Tensor
-    """``[head_dim]``, qkv's dtype, contiguous: the weight for query heads."""
+    """``[head_dim]``, qkv's dtype or float32, contiguous: the weight for query heads."""
     k_weight: torch.Tensor
-    """The same for key heads."""
+    """The same for key heads, in the same dtype."""
     eps: float = 1e-6
 
 
@@ -182,8 +182,9 @@ def check_qkv(
         if out is not None:
             check(name, out, shape=(qkv.shape[0], num_heads, dim), unit_last_stride=True)
     if norm is not None:
-        check("norm.q_weight", norm.q_weight, shape=(dim,), contiguous=True)
-        check("norm.k_weight", norm.k_weight, shape=(dim,), contiguous=True)
+        check = partial(check_tensor, device=qkv.device, shape=(dim,), contiguous=True)
+        check("norm.q_weight", norm.q_weight, dtype=tuple({qkv.dtype: 0, torch.float32: 0}))
+        check("norm.k_weight", norm.k_weight, dtype=norm.q_weight.dtype)
     if rope is not None:
         _check_rope(rope, qkv, dim)
     return qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))

@@ -138,7 +138,9 @@ def _square(x):
 def _scaled(x, scale, weight):
     """Return ``x * scale * weight``, rounded where ``rms_norm`` rounds."""
     dtype: tl.constexpr = x.dtype
-    normed = (x.to(tl.float32) * scale).to(dtype).to(tl.float32)
+    normed = x.to(tl.float32) * scale
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
     return (normed * weight.to(tl.float32)).to(dtype)
 
 

@@ -29,6 +29,12 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What travels, by the bytes of an element."""
 
 
+def check_norm_weight(name: str, weight: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise unless ``weight`` may be that of a norm over the last dimension of ``x``."""
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    check_tensor(name, weight, shape=x.shape[-1:], dtype=dtypes, device=x.device, contiguous=True)
+
+
 @dataclass(frozen=True, slots=True)
 class AllReduceBuffers:
     """The memory through which ranks send each other what ``all_reduce_norm`` adds up.

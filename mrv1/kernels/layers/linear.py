@@ -31,7 +31,7 @@ from mrv1.device import device_info
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
-from mrv1.kernels.layers.contracts import GATES, Activation
+from mrv1.kernels.layers.contracts import GATES, Activation, check_norm_weight
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_splits import add_splits
@@ -84,7 +84,8 @@ def linear(
             have ended: none that may still run may write it, ``bias`` or a norm's weight.
             A ``QuantizedWeight`` of x's dtype is multiplied as its ``dense`` matrix.
         bias: ``[out]``, x's dtype, contiguous.
-        norm_weight: ``[in]``, x's dtype, contiguous: weight of an RMS norm over each row of x.
+        norm_weight: ``[in]``, x's dtype or float32, contiguous: weight of an RMS norm over each
+            row of x.
         eps: added to the mean square in both norms.
         residual: ``[tokens, n]``, x's dtype, unit last stride; n is out (gated: out / 2).
         activation: ``"silu_and_mul"``: weight has the gate's rows, then the up projection's, and
@@ -280,7 +281,7 @@ def _check(
     if bias is not None:
         check("bias", bias, shape=(num_rows,), contiguous=True)
     if norm_weight is not None:
-        check("norm_weight", norm_weight, shape=(num_in,), contiguous=True)
+        check_norm_weight("norm_weight", norm_weight, x)
     if activation not in GATES:
         expected = ", ".join(map(repr, GATES))
         raise ValueError(f"activation: expected one of {expected}, got {activation!r}")

@@ -68,5 +68,10 @@ class Rows(NamedTuple):
 
 @triton.jit
 def normed(x, scale, norm_weight):
-    """Return ``x * scale * norm_weight`` as ``rms_norm`` rounds: second product in x's dtype."""
-    return (x.to(tl.float32) * scale).to(x.dtype) * norm_weight
+    """Return ``x * scale * norm_weight`` in x's dtype, rounded as by ``rms_norm``."""
+    wide = x.to(tl.float32) * scale
+    if norm_weight.dtype == tl.float32:
+        y = (wide * norm_weight).to(x.dtype)
+    else:
+        y = wide.to(x.dtype) * norm_weight
+    return y

@@ -37,7 +37,10 @@ def rms_norm(
         x = residual
     wide_x = wide(x)
     scale = torch.rsqrt(wide_x.square().mean(-1, keepdim=True) + eps)
-    normed = (wide_x * scale).to(x.dtype) * weight
+    if weight.dtype == x.dtype:
+        normed = (wide_x * scale).to(x.dtype) * weight
+    else:
+        normed = (wide_x * scale * weight).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 
 

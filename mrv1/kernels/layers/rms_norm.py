@@ -4,7 +4,8 @@
     out       = round(x / sqrt(mean(x^2) + eps)) * weight
 
 The normalised value is rounded before the weight multiplies it, as in transformers'
-``LlamaRMSNorm``. Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+``LlamaRMSNorm``; but not before a float32 weight does, as in ``Gemma2RMSNorm``. Source: Zhang and
+Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.contracts import check_norm_weight
 from mrv1.kernels.layers.norm import inverse_rms
 
 
@@ -60,8 +62,11 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
 
     scale = inverse_rms(x, dim, eps)
-    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0).to(tl.float32)
-    normed = (x * scale[:, None]).to(dtype).to(tl.float32) * weight
+    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0)
+    normed = x * scale[:, None]
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    normed *= weight.to(tl.float32)
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
 
@@ -106,7 +111,7 @@ def rms_norm(
     Args:
         x: [tokens, dim] or [tokens, heads, dim] float32 | float16 | bfloat16, unit last stride; a
             view of a fused projection will do.
-        weight: [dim], x's dtype, contiguous.
+        weight: [dim], x's dtype or float32, contiguous.
         eps: added to the mean square.
         residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
             becomes ``residual + x``, and that sum is normalised.
@@ -116,8 +121,9 @@ def rms_norm(
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32 inside; the sum is rounded to the dtype before its mean square is taken, the
-        normalised value before the weight. Tier B; the bits of a row do not depend on the other
-        rows, nor on their number, nor on strides and alignment of any tensor but ``weight``.
+        normalised value before a weight of x's dtype multiplies it. Tier B; the bits of a row do
+        not depend on the other rows, nor on their number, nor on strides and alignment of any
+        tensor but ``weight``.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     _check(x, weight, residual, out)
@@ -156,7 +162,7 @@ def _check(
         )
     check_launchable("x", x)
     check = partial(check_tensor, dtype=x.dtype, device=x.device)
-    check("weight", weight, shape=x.shape[-1:], contiguous=True)
+    check_norm_weight("weight", weight, x)
     if residual is not None and x.dim() != 2:
         raise ValueError(
             f"residual: expected None for a three-dimensional x, got shape {list(residual.shape)}"
