@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mrv1.kernels import AllReduceBuffers, QKNorm, Rope
+from mrv1.kernels import AllReduceBuffers, QKNorm, QuantizedWeight, Rope
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
@@ -177,15 +178,20 @@ class DecoderModel:
         Each rank embeds the tokens of its part of the vocabulary; the sum has all.
         """
         embed, parallel = self.weights.embed, self._parallel
+        first_id = parallel.rank * embed.shape[0] if parallel.size > 1 else None
+        ids = batch.input_ids
+        if isinstance(embed, QuantizedWeight):
+            ids, embed = _looked_up(ids, embed, first_id)
+            first_id = None if first_id is None else 0
         hidden, cos_sin = self._ops.embed_tokens(
-            batch.input_ids,
+            ids,
             embed,
             batch.positions,
             self._cos_sin,
             mrope_section=self.config.rope.mrope_section,
             mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
-            first_id=parallel.rank * len(embed) if parallel.size > 1 else None,
+            first_id=first_id,
             scale=self.config.embed_scale,
             scales_features=self.config.scales_features,
         )
@@ -498,3 +504,19 @@ class DecoderModel:
             # Ranks that share KV heads all count them: so do the numbers that the sum is of.
             mean = squares[:, index, None] / (size * len(weight))
             part.copy_((wide[index] * torch.rsqrt(mean + eps)).to(part.dtype) * weight)
+
+
+def _looked_up(
+    ids: torch.Tensor, embed: QuantizedWeight, first_id: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens as rows of a table of their own, [tokens, hidden], in the model's dtype.
+
+    Only these rows are widened. A token that is not among this rank's, which begin with
+    ``first_id``, is row -1.
+    """
+    rows, own = ids - (first_id or 0), torch.arange(len(ids), device=ids.device)
+    if first_id is not None:
+        is_own = (rows >= 0) & (rows < embed.shape[0])
+        rows, own = torch.where(is_own, rows, 0), torch.where(is_own, own, -1)
+    tensors = {name: tensor.index_select(0, rows) for name, tensor in embed.tensors.items()}
+    return own, replace(embed, **tensors).dense()

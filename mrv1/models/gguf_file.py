@@ -19,7 +19,7 @@ from mrv1.models.architectures import missing_feature
 from mrv1.models.gguf_vocab import TOKENS, Vocabulary
 from mrv1.models.quantization.ggml_blocks import BLOCK_TYPES
 from mrv1.models.quantization.gguf import BLOCKS, GGUFBlocks
-from mrv1.models.quantization.packing import LAYERS
+from mrv1.models.quantization.packing import EMBED_MODULE, HEAD_MODULE, LAYERS
 from mrv1.models.rope import RopeConfig, attention_factor, inverse_frequencies
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class GGUFFile:
     def headers(self, *, keeps_blocks: bool) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return each tensor's shape and dtype, by its name in a Hugging Face checkpoint.
 
-        With ``keeps_blocks``, matrices of the layers are under the names of their blocks.
+        With ``keeps_blocks``, matrices are under the names of their blocks.
         """
         blocks = self.quantization() if keeps_blocks else None
         kinds = {} if blocks is None else dict(blocks.kinds)
@@ -236,7 +236,7 @@ class GGUFFile:
         sizes: dict[str, list[int]] = {}
         for name, tensor in self._tensors.items():
             kind, module = tensor.tensor_type.name, name.removesuffix(".weight")
-            if kind in BLOCK_TYPES and module.startswith(LAYERS) and module != name:
+            if module != name and _is_kept(module, kind):
                 kinds.append((module, kind))
             elif kind not in NUMBERS:
                 sizes.setdefault(kind, []).append(int(tensor.n_bytes))
@@ -529,6 +529,14 @@ def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
         return Reader(file)
     except Exception as error:  # a damaged file fails anywhere in the reader
         raise ConfigError(f"{file.name}: not a readable GGUF file: {error}") from error
+
+
+def _is_kept(module: str, kind: str) -> bool:
+    """Return whether a matrix's blocks can be kept; no kernel looks rows up in MXFP4."""
+    is_table = module == EMBED_MODULE
+    return kind in BLOCK_TYPES and (
+        module.startswith(LAYERS) or module == HEAD_MODULE or (is_table and kind != "MXFP4")
+    )
 
 
 def _hugging_face_name(name: str, architecture: str) -> str:

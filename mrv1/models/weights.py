@@ -143,7 +143,7 @@ class LayerWeights:
 class ModelWeights:
     """A whole decoder; the matrix of ``lm_head`` is ``embed`` itself where the two are tied."""
 
-    embed: torch.Tensor
+    embed: Matrix
     """[vocab, hidden]."""
     layers: tuple[LayerWeights, ...]
     """One entry per layer."""
@@ -308,8 +308,15 @@ def empty_weights(
         )
 
     vocab_rows = config.vocab_size if vocab_rows is None else vocab_rows
-    embed = empty(vocab_rows, config.hidden_size)
-    head = embed if config.tie_word_embeddings else empty(vocab_rows, config.hidden_size)
+
+    def of_tokens(name: str, rows: int) -> Matrix:
+        form = _vocabulary_format(config, name)
+        if form is None:
+            return empty(rows, config.hidden_size)
+        return form.empty([rows], config.hidden_size, rows_per_scale=1, dtype=dtype, device=device)
+
+    embed = of_tokens(EMBED, vocab_rows)
+    head = embed if config.tie_word_embeddings else of_tokens(HEAD, vocab_rows)
     return ModelWeights(
         embed=embed,
         layers=tuple(map(layer, range(config.num_layers))),
@@ -380,11 +387,26 @@ def _format(config: ModelConfig, layer: int, name: str) -> ModuleFormat | None:
     return config.quantization.module(f"model.layers.{layer}.{name}")
 
 
+def _vocabulary_format(config: ModelConfig, name: str) -> ModuleFormat | None:
+    """Return how the embedding or the head is stored; None = in full precision."""
+    quantization = config.quantization
+    if quantization is None or not quantization.has_vocabulary:
+        return None
+    return quantization.module(name.removesuffix(".weight"))
+
+
+def _vocabulary(config: ModelConfig, weights: ModelWeights) -> Iterator[tuple[str, Matrix]]:
+    """Yield the embedding, and the head if it is another matrix, with their names."""
+    yield EMBED, weights.embed
+    if not config.tie_word_embeddings:
+        yield HEAD, weights.lm_head.parts[0]
+
+
 def _plain_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Return the tensor or view that each tensor fills that is not of a quantized module."""
-    tensors = {EMBED: weights.embed, "model.norm.weight": weights.final_norm}
-    if not config.tie_word_embeddings:
-        tensors[HEAD] = weights.lm_head.plain
+    vocabulary = _vocabulary(config, weights)
+    tensors = {name: matrix for name, matrix in vocabulary if isinstance(matrix, torch.Tensor)}
+    tensors["model.norm.weight"] = weights.final_norm
     for index, layer in enumerate(weights.layers):
         if layer.experts is not None:
             tensors |= _expert_tensors(config, layer.experts, f"model.layers.{index}")
@@ -411,8 +433,16 @@ def quantized_modules(
 ) -> Iterator[tuple[ModuleFormat, ModulePart, QuantizedWeight]]:
     """Yield each quantized module: its format, a rank's part, and that part of the weights.
 
-    Arguments as in ``checkpoint_places``.
+    Arguments as in ``checkpoint_places``. The weight of a rank whose last rows pad the vocabulary
+    has more rows than the part.
     """
+    for name, matrix in _vocabulary(config, weights):
+        form = _vocabulary_format(config, name)
+        if form is not None and isinstance(matrix, QuantizedWeight):
+            shape = (whole.vocab_size, whole.hidden_size)
+            rows, inputs = parallel.vocab_part(whole.vocab_size), slice(0, whole.hidden_size)
+            module = name.removesuffix(".weight")
+            yield form, ModulePart(name=module, shape=shape, rows=rows, inputs=inputs), matrix
     for index, layer in enumerate(weights.layers):
         of_whole = _layer_places(whole, index)
         for field, place in _layer_places(config, index).items():
@@ -434,6 +464,8 @@ def _quantization_problems(config: ModelConfig) -> list[str]:
     """Return a problem for each quantized module that this model cannot have quantized."""
     quantization, family = config.quantization, ARCHITECTURES[config.architecture].experts
     kinds = {"model.embed_tokens": "Embedding", "lm_head": "Linear"}
+    if quantization is not None and quantization.has_vocabulary:
+        kinds = {}
     for index in range(config.num_layers):
         if config.has_experts(index) and family is not None:
             block = f"model.layers.{index}.{family.block}"

@@ -49,7 +49,13 @@ class AWQFormat(ModuleFormat):
         groups = group_slice(part, self.inputs)
         words = whole_words(part, "rows", len(FIELD_OF_OUTPUT))
         num_groups, num_words = num_in // (self.inputs or num_in), num_out // len(FIELD_OF_OUTPUT)
-        own = partial(ColumnPlace, dtypes=(torch.int32,), convert=awq_codes, module=part.name)
+        own = partial(
+            ColumnPlace,
+            dtypes=(torch.int32,),
+            convert=awq_codes,
+            num_rows=part.rows.stop - part.rows.start,
+            module=part.name,
+        )
         return {
             "scales": scale_columns(part, weight, num_groups, groups),
             "qzeros": own(

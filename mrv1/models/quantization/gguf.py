@@ -2,8 +2,8 @@
 
 A tensor ``NAME.weight`` of a type that is kept is read as ``NAME.blocks``, ``[out, blocks,
 bytes]`` uint8: the bytes of the file, with rows in Hugging Face's order. Each block goes into the
-fields of a ``QuantizedWeight``. Tensors of other types, and those with a row for each token, are
-dequantized.
+fields of a ``QuantizedWeight``, those of embedding and head too. Tensors of other types are
+dequantized, and an embedding in MXFP4, whose rows are not looked up.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ class BlocksPlace(Place):
                     f"{self.module}.{BLOCKS}: expected finite {name} of blocks, got another"
                 )
             tensors[name][first : first + len(rows)].copy_(rows)
+
+    def pad(self) -> None:
+        """Write zeros after the rows that this rank has."""
+        for tensor in self.memory:
+            tensor[self.part[0].stop - self.part[0].start :].zero_()
 
 
 def _are_numbers(rows: torch.Tensor) -> torch.Tensor:
@@ -104,6 +109,7 @@ class GGUFBlocks(Quantization):
     """The types of a file's matrices."""
 
     method: ClassVar[str] = METHOD
+    has_vocabulary: ClassVar[bool] = True
 
     kinds: tuple[tuple[str, str], ...]
     """Modules whose blocks are kept, and the type of each."""

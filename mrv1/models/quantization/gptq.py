@@ -92,6 +92,7 @@ class GPTQFormat(ModuleFormat):
             "scales": scale_columns(part, weight, num_groups, groups),
             "qzeros": own(
                 target=weight.zeros,
+                num_rows=part.rows.stop - part.rows.start,
                 shape=(num_groups, num_out // fields),
                 part=(groups, words),
                 convert=partial(gptq_zeros, bits=self.bits, version=self.version),
@@ -101,6 +102,7 @@ class GPTQFormat(ModuleFormat):
             ),
             "qweight": own(
                 target=weight.codes,
+                num_rows=part.rows.stop - part.rows.start,
                 shape=(num_in // fields, num_out),
                 part=(whole_words(part, "inputs", fields), part.rows),
                 convert=partial(gptq_codes, bits=self.bits),
@@ -116,6 +118,7 @@ class GPTQ(Quantization):
     """``quantization_config`` of AutoGPTQ, GPTQModel and transformers."""
 
     method: ClassVar[str] = METHOD
+    has_vocabulary: ClassVar[bool] = True
 
     form: GPTQFormat
     """The format of a module that no pattern matches."""

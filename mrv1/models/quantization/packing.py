@@ -13,7 +13,8 @@ from mrv1.models.quantization.formats import SCALE_DTYPES, ModulePart, scale_pro
 
 LAYERS = "model.layers."
 """Beginning of the names of a decoder's layers."""
-HEAD_MODULE = "lm_head"
+HEAD_MODULE, EMBED_MODULE = "lm_head", "model.embed_tokens"
+"""Modules with a row for each token."""
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,8 @@ class ColumnPlace(Place):
     """Columns that a stored row becomes."""
     per_byte: int = 1
     """Columns in an element of ``target``."""
+    num_rows: int
+    """Rows of ``target`` that are filled: those after them pad the vocabulary."""
     order: torch.Tensor | None = None
     """[in] int32: the stored column of each column of ``target``, filled before it; None = they
     are in order."""
@@ -53,24 +56,26 @@ class ColumnPlace(Place):
         """Write rows of this rank's part, from row ``first`` of the part on."""
         if self.target is None:
             return
-        columns = self.convert(values.to(self.target.device))
+        target, columns = self.target[: self.num_rows], self.convert(values.to(self.target.device))
         start = first * self.columns
         where = torch.arange(start, start + columns.shape[1], device=columns.device)
         if self.order is not None:
             where = torch.argsort(self.order)[where]
         elif start % self.per_byte == columns.shape[1] % self.per_byte == 0:
             joined = packed(columns) if self.per_byte == 2 else columns
-            self.target.narrow(1, start // self.per_byte, joined.shape[1]).copy_(joined)
+            target.narrow(1, start // self.per_byte, joined.shape[1]).copy_(joined)
             return
         if self.per_byte == 1:
-            self.target[:, where] = columns
+            target[:, where] = columns
             return
-        both = low_and_high(self.target)  # a byte has another column, too
+        both = low_and_high(target)  # a byte has another column, too
         both[:, where] = columns
-        self.target.copy_(packed(both))
+        target.copy_(packed(both))
 
     def pad(self) -> None:
-        """Write nothing: rows of the target that pad the vocabulary are no stored rows."""
+        """Write zeros after the rows that this rank has."""
+        if self.target is not None:
+            self.target[self.num_rows :].zero_()
 
 
 def scale_columns(
@@ -79,6 +84,7 @@ def scale_columns(
     """Return the place of scales that are stored as ``[groups, out]``."""
     return ColumnPlace(
         target=weight.scales,
+        num_rows=part.rows.stop - part.rows.start,
         shape=(num_groups, part.shape[0]),
         part=(groups, part.rows),
         dtypes=SCALE_DTYPES,

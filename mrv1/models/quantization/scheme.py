@@ -17,6 +17,8 @@ class Quantization(ABC):
 
     method: ClassVar[str]
     """As ``quant_method`` names it."""
+    has_vocabulary: ClassVar[bool] = False
+    """Whether the embedding and the head may be quantized."""
 
     @abstractmethod
     def module(self, name: str) -> ModuleFormat | None:
@@ -56,6 +58,10 @@ class _OfLayers(Quantization):
 
     every: Quantization
     layers: tuple[int, ...]
+
+    @property
+    def has_vocabulary(self) -> bool:  # type: ignore[override]
+        return self.every.has_vocabulary
 
     @property
     def formats(self) -> tuple[ModuleFormat, ...]:

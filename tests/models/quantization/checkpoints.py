@@ -49,7 +49,8 @@ def save_quantized(
     tensors = {name: tensor.half() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         for name, module in model.named_modules():
-            if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            is_head = name == "lm_head" and not settings.get("lm_head")
+            if not isinstance(module, torch.nn.Linear) or is_head:
                 continue
             weight = module.weight
             size = settings["group_size"] if settings["group_size"] > 0 else weight.shape[1]

@@ -12,7 +12,14 @@ import torch
 from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import QuantizationName
 from mrv1.kernels.registry import select_ops
-from mrv1.models import Checkpoint, DecoderModel, ModelConfig, load_model
+from mrv1.models import (
+    Checkpoint,
+    DecoderModel,
+    ModelConfig,
+    checkpoint_places,
+    load_model,
+    memory_of,
+)
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.quantization import GGUFBlocks
 from tests.models.driver import PagedDriver, blocks_needed
@@ -91,14 +98,37 @@ def test_greedy_tokens_equal_transformers(tmp_path):
     assert list(found) == expected[0, len(PROMPT) :].tolist()
 
 
-def test_layers_take_the_bytes_of_the_file(tmp_path):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, random_model(tiny_config("llama", **SUPER)), quantization=mixed)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_matrices_take_the_bytes_of_the_file(tmp_path, is_tied):
+    path, config = tmp_path / "model.gguf", tiny_config("llama", **SUPER)
+    config.tie_word_embeddings = is_tied
+    write_gguf(path, random_model(config), quantization=mixed)
     model = load(path, None, "gguf", torch.bfloat16)
     headers = Checkpoint.open(path).scan(quantization=model.config.quantization).tensors
     stored = sum(np.prod(t.shape) for name, t in headers.items() if name.endswith(".blocks"))
-    weights = [w for layer in model.weights.layers for w in (layer.qkv, layer.o, *layer.mlp)]
-    assert sum(weight.nbytes for weight in weights) == stored
+    places = checkpoint_places(model.config, model.weights)
+    tensors = memory_of(each for name, each in places.items() if name.endswith(".blocks"))
+    assert sum(tensor.nbytes for tensor in tensors) == stored
+    assert (model.weights.lm_head.matrix is model.weights.embed) == is_tied
+    assert [name for name in places if not name.endswith((".blocks", "norm.weight"))] == []
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_ranks_divide_a_vocabulary_in_blocks(tmp_path, is_tied):
+    """The last of two has padding."""
+    path = tmp_path / "model.gguf"
+    config = tiny_config("qwen3", tie_word_embeddings=is_tied, vocab_size=163, **SMALL)
+    oracle = random_model(config)
+    write_gguf(path, oracle, quantization="Q8_0")
+    expected = expected_logits(oracle.double(), PROMPT)
+    for of_rank in on_ranks(2, lambda parallel: logits_of(path, parallel)):
+        torch.testing.assert_close(of_rank, expected, rtol=0, atol=2e-5)
+
+
+def test_an_embedding_of_a_type_without_a_lookup_is_dequantized(tmp_path):
+    path, oracle = tmp_path / "model.gguf", random_model(tiny_config("llama", **SMALL))
+    write_gguf(path, oracle, quantization="MXFP4")
+    assert isinstance(load(path).weights.embed, torch.Tensor)
 
 
 def test_blocks_are_kept_on_a_gpu_and_dequantized_on_a_cpu(tmp_path):
@@ -120,14 +150,14 @@ def test_the_banner_names_what_is_kept_and_what_is_not(tmp_path):
 
     def kinds(name: str) -> str:
         if "lm_head" in name or "embed" in name:
-            return "Q8_0"
+            return "Q5_1"
         return "Q5_0" if "o_proj" in name else "Q4_0"
 
     write_gguf(path, random_model(tiny_config("llama")), quantization=kinds)
     config = ModelConfig.from_pretrained(path, quantization="gguf")
     assert config.quantization is not None
     assert config.quantization.describe() == (
-        "gguf: blocks of Q4_0; 2 tensors of Q8_0 (0.0 MiB) dequantized; 2 tensors of Q5_0 "
+        "gguf: blocks of Q4_0; 2 tensors of Q5_1 (0.0 MiB) dequantized; 2 tensors of Q5_0 "
         "(0.0 MiB) dequantized"
     )
 

@@ -46,6 +46,7 @@ def logits_of(path: Path, parallel: ParallelContext | None = None) -> torch.Tens
         ("qwen2", GPTQ | {"bits": 8, "sym": False, "checkpoint_format": "gptq_v2"}),
         pytest.param("llama", GPTQ | {"bits": 8, "group_size": -1}, marks=pytest.mark.full),
         pytest.param("llama", ORDERED | {"bits": 8}, marks=pytest.mark.full),
+        ("llama", GPTQ | {"sym": False, "lm_head": True}),
         ("qwen2", AWQ),
         pytest.param("llama", AWQ | {"group_size": -1}, marks=pytest.mark.full),
     ],
