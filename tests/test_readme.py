@@ -32,6 +32,7 @@ FAMILY_NAMES = {
     "GlmForCausalLM": "GLM-4-9B",
     "Glm4ForCausalLM": "GLM-4-0414",
     "GraniteForCausalLM": "Granite 3",
+    "GraniteMoeHybridForCausalLM": "Granite 4 dense",
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3",

@@ -50,6 +50,8 @@ class Architecture:
     """Whether ``partial_rotary_factor`` says how much of a head rope turns."""
     rope_layers: str | None = None
     """The setting that has a 1 for each layer with rope, and a 0 for others; None = all have."""
+    rope_switch: str | None = None
+    """The setting that is "rope" if layers have rope; None = they have."""
     has_window_rope: bool = False
     """Whether ``rope_parameters`` has one rope for layers with a window and one for the others."""
     has_multipliers: bool = False
@@ -60,6 +62,10 @@ class Architecture:
     """How M-RoPE's axes share the pairs; "none" = a token has one position."""
     video_time: VideoTime | None = None
     """Time in a video's positions; None = a model of text alone."""
+    intermediate_size: str = "intermediate_size"
+    """The setting with the width of the MLP."""
+    experts_setting: str | None = None
+    """The setting that counts experts which mrv1 lacks; None = there is none."""
     experts: ExpertFamily | None = None
     """The experts of its layers; None = each layer has one MLP."""
     drafter: str | None = None
@@ -128,6 +134,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         o_bias="attention_bias",
         mlp_bias="mlp_bias",
         has_multipliers=True,
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        model_type="granitemoehybrid",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        fused={"shared_mlp.input_linear": GATE_UP},
+        renamed={"shared_mlp.output_linear": "mlp.down_proj"},
+        rope_switch="position_embedding_type",
+        has_multipliers=True,
+        windows="layer_types",
+        intermediate_size="shared_intermediate_size",
+        experts_setting="num_local_experts",
     ),
     "SeedOssForCausalLM": Architecture(
         model_type="seed_oss",

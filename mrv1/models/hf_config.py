@@ -19,6 +19,10 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Dtypes a model can be loaded in (float64: reference path only)."""
 
 
+_STATEFUL = frozenset(("linear_attention", "mamba", "recurrent", "conv"))
+_STATE = "state-space, linear-attention or convolution layers"
+
+
 def support_problems(raw: Mapping[str, Any]) -> list[str]:
     """Return every reason why a checkpoint with this config.json cannot run at all."""
     problems = []
@@ -67,6 +71,11 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     problems = []
     if text.hidden_act not in ("silu", "swish"):
         problems.append(f"hidden_act: expected 'silu', got {text.hidden_act!r}")
+    if family.experts_setting is not None and (count := getattr(text, family.experts_setting)):
+        problems.append(
+            f"{family.experts_setting}: expected none, as the family's experts are not supported, "
+            f"got {count!r}"
+        )
     read: dict[str, Any] = {}
     for field, reader in (
         ("rope", lambda: _rope(text, head_dim, family, "full_attention")),
@@ -89,7 +98,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "architecture": name,
         "vocab_size": text.vocab_size,
         "hidden_size": text.hidden_size,
-        "intermediate_size": text.intermediate_size,
+        "intermediate_size": getattr(text, family.intermediate_size),
         "num_layers": text.num_hidden_layers,
         "num_q_heads": text.num_attention_heads,
         "num_kv_heads": text.num_key_value_heads,
@@ -149,9 +158,15 @@ def _window_rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig | N
 
 
 def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # noqa: ANN401
+    count = hf.num_hidden_layers
+    if family.rope_switch is not None:
+        kind = getattr(hf, family.rope_switch)
+        if kind not in ("rope", "nope", None):
+            raise ConfigError(f"{family.rope_switch}: expected rope, nope or none, got {kind!r}")
+        return None if kind == "rope" else (False,) * count
     if family.rope_layers is None:
         return None
-    count, given = hf.num_hidden_layers, getattr(hf, family.rope_layers)
+    given = getattr(hf, family.rope_layers)
     if not isinstance(given, list) or len(given) < count or any(i not in (0, 1) for i in given):
         raise ConfigError(
             f"{family.rope_layers}: expected 1 or 0 for each of {count} layers, got {given!r}"
@@ -198,6 +213,7 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
         raise ConfigError(
             f"layer_types: expected {' or '.join(usable)} (sliding_window is {window}), "
             f"got {', '.join(unknown)}"
+            + (f": it needs {_STATE}, which mrv1 lacks" if _STATEFUL & {*unknown} else "")
         )
     return tuple(by_type[kind] or -1 for kind in hf.layer_types)
 

@@ -15,6 +15,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "granite": GraniteConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
     "ministral": MinistralConfig,
     "seed_oss": SeedOssConfig,
     "smollm3": SmolLM3Config,
@@ -125,6 +127,12 @@ WINDOW_ROPE = {"rope_type": "default", "rope_theta": 700.0}
 """That of their tiny configurations."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "granitemoehybrid": {
+        "shared_intermediate_size": 96, "intermediate_size": 8, "num_local_experts": 0,
+        "mamba_n_heads": 16, "layer_types": ["attention"], "position_embedding_type": "rope",
+        "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
+        "logits_scaling": 1.25,
+    },
     "granite": {
         "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
@@ -143,10 +151,18 @@ ODD: dict[str, list[dict[str, Any]]] = {
     "glm4": [
         {
             "attention_bias": False, "tie_word_embeddings": True, "head_dim": 48,
-            "rope_parameters": ROPES["yarn"] | {"partial_rotary_factor": 0.75},
+            "rope_parameters": dict(ROPES["yarn"]), "partial_rotary_factor": 0.75,
             "rms_norm_eps": 1e-2,
         },
-        {"rope_parameters": ROPES["default"] | {"partial_rotary_factor": 1.0}},
+        {"partial_rotary_factor": 1.0},
+    ],
+    "granitemoehybrid": [
+        {
+            "attention_bias": True, "tie_word_embeddings": True, "position_embedding_type": None,
+            "embedding_multiplier": 12, "attention_multiplier": 0.015625,
+            "residual_multiplier": 0.22, "logits_scaling": 10, "rms_norm_eps": 1e-2,
+            "shared_intermediate_size": 40,
+        },
     ],
     "granite": [
         {

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "ministral": "MinistralForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
@@ -78,15 +79,22 @@ def test_architecture_follows_from_the_model_type(family: str) -> None:
 
 
 WITHOUT_EFFECT = {
-    *("attention_dropout", "residual_dropout", "initializer_range", "pretraining_tp"),  # training
+    *("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop"),  # of training
+    *("initializer_range", "pretraining_tp"),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise"),
     *("use_cache", "bos_token_id", "pad_token_id"),  # of transformers' generate
     "num_nextn_predict_layers",  # tensors of Architecture.drafter
     # transformers makes other settings of them: layer_types, sliding_window, no_rope_layers, and
     # rope_parameters
     *("max_window_layers", "use_sliding_window", "no_rope_layer_interval"),
-    "partial_rotary_factor",
+    *("partial_rotary_factor", "original_max_position_embeddings"),
     "num_local_experts",  # another name of num_experts
+}
+OF_GRANITE_4 = {
+    *("num_experts_per_tok", "intermediate_size"),  # of experts, which are refused
+    "time_step_limit",  # of state-space layers, which are refused
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
 }
 
 
@@ -105,7 +113,8 @@ def test_every_setting_of_a_family_is_read_or_known_to_have_no_effect(family: st
     hf, recorded = tiny_config(family), Recorded()
     model_fields(recorded)
     own = hf.to_dict().keys() - PretrainedConfig().to_dict().keys()
-    assert own - recorded.names <= WITHOUT_EFFECT
+    more = OF_GRANITE_4 if family == "granitemoehybrid" else set()
+    assert own - recorded.names <= WITHOUT_EFFECT | more
 
 
 @pytest.mark.parametrize(
@@ -123,6 +132,7 @@ def test_every_setting_of_a_family_is_read_or_known_to_have_no_effect(family: st
         ("glm", {}, (True, False, False)),
         ("glm4", {"attention_bias": False}, (False, False, False)),
         ("granite", {"attention_bias": True}, (True, True, False)),
+        ("granitemoehybrid", {"attention_bias": True}, (True, True, False)),
         ("granite", {"mlp_bias": True}, (False, False, True)),
         ("seed_oss", {}, (True, False, False)),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}, (False, True, False)),
@@ -193,6 +203,23 @@ def test_a_window_that_a_configuration_both_asks_for_and_turns_off_is_refused() 
     config = tiny_config("smollm3", sliding_window=24, layer_types=kinds)
     with pytest.raises(ConfigError, match=r"expected full_attention \(sliding_window is None\)"):
         ModelConfig.from_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"layer_types": ["attention", "mamba"]},
+            "layer_types: expected full_attention .*, got linear_attention: it needs "
+            "state-space, linear-attention or convolution layers, which mrv1 lacks",
+        ),
+        ({"num_local_experts": 4}, "num_local_experts: expected none, as the .*, got 4"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or"),
+    ],
+)
+def test_a_granite_4_that_is_not_dense_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(tiny_config("granitemoehybrid", **settings))
 
 
 @pytest.mark.parametrize("value", [0, -1.0, 10**400])

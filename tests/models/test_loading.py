@@ -70,6 +70,7 @@ RENAMED = {
         "post_attention_layernorm": "pre_feedforward_layernorm",
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
+    "granitemoehybrid": {"shared_mlp.output_linear": "mlp.down_proj"},
 }
 """Names of a layer's modules by family, and what other families with such modules call them."""
 
@@ -86,7 +87,7 @@ def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
             parts = [f"self_attn.{part}_proj" for part in "qkv"]
             rows = [num_heads * config.head_dim for num_heads in heads]
-        elif module == "mlp.gate_up_proj":
+        elif module in ("mlp.gate_up_proj", "shared_mlp.input_linear"):
             parts, rows = ["mlp.gate_proj", "mlp.up_proj"], [len(parameter) // 2] * 2
         for part, values in zip(parts, parameter.detach().split(rows), strict=True):
             usual = RENAMED.get(config.model_type, {}).get(part, part)
