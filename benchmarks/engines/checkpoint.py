@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -11,6 +12,41 @@ from safetensors.torch import save_file
 from mrv1.models import ModelConfig, random_weights
 from mrv1.models.architectures import ARCHITECTURES
 from mrv1.models.weights import checkpoint_tensors
+
+BenchQuantization = Literal["fp8", "fp8-block", "int4"]
+QUANTIZATIONS: dict[BenchQuantization, dict[str, object]] = {
+    "fp8": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+                "input_activations": {
+                    "num_bits": 8, "type": "float", "strategy": "token", "dynamic": True,
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+    "fp8-block": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+}  # fmt: skip
+"""What ``config.json`` says of a shape whose weights are made up as codes."""
 
 
 def write_checkpoint(
@@ -42,9 +78,17 @@ def write_checkpoint(
     write_config(folder, config, dtype)
 
 
-def write_config(folder: Path, config: ModelConfig, dtype: torch.dtype) -> None:
+def write_config(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: BenchQuantization | None = None,
+) -> None:
     """Write only a checkpoint's ``config.json``, for ``load_format="dummy"``."""
-    (folder / "config.json").write_text(json.dumps(_raw_config(config, dtype)), encoding="utf-8")
+    raw = _raw_config(config, dtype)
+    if quantization is not None:
+        raw["quantization_config"] = QUANTIZATIONS[quantization]
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
 
 
 def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from benchmarks.engines.checkpoint import write_config
+from benchmarks.engines.checkpoint import BenchQuantization, write_config
 from benchmarks.measure.options import BenchOptions
 from benchmarks.measure.shapes import shape_config
 from mrv1.config import (
@@ -20,6 +20,7 @@ from mrv1.config import (
     EngineConfig,
     KVCacheDtypeName,
     KVScaleName,
+    QuantizationName,
 )
 from mrv1.device import kernel_path
 from mrv1.engine import EngineCore
@@ -45,6 +46,10 @@ class EngineBench(BenchOptions):
     tensor_parallel_size: int = 1
     """GPUs that share the model; with several, a shape's weights are those of
     ``load_format="dummy"``."""
+    quantization: BenchQuantization | None = None
+    """``fp8`` quantizes the weights while they load, with a scale for each output. A shape's
+    weights are made up as codes: ``fp8``, ``fp8-block`` (blocks of 128 x 128) or ``int4`` (groups
+    of 128 inputs)."""
     dtype: Dtype = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     kv_scale: KVScaleName = "token"
@@ -65,6 +70,10 @@ class EngineBench(BenchOptions):
             )
         if not self.batches or min(self.batches) < 1 or len(set(self.batches)) < len(self.batches):
             raise ConfigError(f"batch: expected different sizes >= 1, got {list(self.batches)}")
+        if self.model is not None and self.quantization not in (None, "fp8"):
+            raise ConfigError(
+                f"quantization: expected None or 'fp8' with a model, got {self.quantization!r}"
+            )
         self.check_least(prompt_tokens=1, tensor_parallel_size=1)
 
     @property
@@ -72,7 +81,8 @@ class EngineBench(BenchOptions):
         """Where the weights come from, for the result."""
         if self.shape is None:
             return "checkpoint"
-        return "random" if self.tensor_parallel_size == 1 else "dummy"
+        made_up = self.tensor_parallel_size > 1 or self.quantization is not None
+        return "dummy" if made_up else "random"
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:
         """Return ``batch`` random prompts, different in every run."""
@@ -98,6 +108,7 @@ class EngineBench(BenchOptions):
             "sampling": "greedy, end-of-sequence ignored",
             "prompts": "random token ids",
             **self.engine_options(),
+            "quantization": self.quantization,
             "kv_scale": None if self.kv_cache_dtype == "auto" else self.kv_scale,
             "seed": self.seed,
             "clocks": "as found, not locked",
@@ -164,7 +175,8 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
         return _of_made_up_weights(bench, device, max_model_len)
     config = _config(bench, device, max_model_len)
     if bench.shape is None:
-        return EngineCore(config)
+        asked: QuantizationName | None = None if bench.quantization is None else "fp8"
+        return EngineCore(replace(config, quantization=asked))
     model = random_model(
         shape_config(bench.shape),
         bench.dtype,
@@ -181,7 +193,7 @@ def _of_made_up_weights(
     """Return an engine whose ranks, which are processes, read a shape from a ``config.json``."""
     shape = shape_config(str(bench.shape))
     with TemporaryDirectory(prefix="mrv1-bench-") as folder:
-        write_config(Path(folder), shape, shape.torch_dtype)
+        write_config(Path(folder), shape, shape.torch_dtype, bench.quantization)
         config = _config(bench, device, max_model_len)
         return EngineCore(replace(config, model=folder, load_format="dummy"))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from mrv1.models import ModelConfig, ParallelContext
-from mrv1.models.weights import checkpoint_tensors, empty_weights
+from mrv1.models.weights import checkpoint_places, empty_weights
 from mrv1.runner.kv_cache import CacheSpec
 
 COPY_BYTES = 1 << 30
@@ -44,15 +44,15 @@ def step_weight_bytes(
     """
     rows = _rank(num_ranks).vocab_rows(config.vocab_size)
     own = empty_weights(config, "meta", dtype, vocab_rows=rows)
-    tensors = checkpoint_tensors(config, own)
+    places = checkpoint_places(config, own)
     if not config.tie_word_embeddings:
-        del tensors["model.embed_tokens.weight"]
-    sizes = {name: tensor.numel() for name, tensor in tensors.items()}
+        del places["model.embed_tokens.weight"]
+    sizes = {name: sum(each.nbytes for each in place.memory) for name, place in places.items()}
     if config.experts is None:
-        return sum(sizes.values()) * dtype.itemsize
+        return sum(sizes.values())
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     share = active_experts(config, batch) / config.experts.routing.num_experts
-    return round((sum(sizes.values()) - routed + routed * share) * dtype.itemsize)
+    return round(sum(sizes.values()) - routed + routed * share)
 
 
 def step_kv_bytes(

@@ -63,6 +63,8 @@ class Place:
     """Rows of the first stored row that come before ``target``; its last rows may be missing."""
     problem: Callable[[torch.Tensor], str | None] | None = None
     """What is wrong with stored values, if anything: of a small tensor, which is read first."""
+    is_one: bool = False
+    """Whether rows cannot be converted alone: an update gives the tensor as one row."""
     module: str | None = None
     """The quantized module whose tensors belong together; None = the tensor stands alone."""
 
@@ -91,7 +93,7 @@ class Place:
         On the current stream.
         """
         own, *columns = self.part
-        values = values if values.dim() else values[None]
+        values = values.reshape(self.shape) if self.is_one or not values.dim() else values
         start, stop = max(own.start, first_row), min(own.stop, first_row + len(values))
         if start < stop:
             rows = values[(slice(start - first_row, stop - first_row), *columns)]

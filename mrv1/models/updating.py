@@ -57,7 +57,10 @@ def checked_update(
         more = f" (and {len(problems) - 1} more problems)" if problems[1:] else ""
         raise ConfigError(f"update_weights: {problems[0]}{more}; no weight was changed")
     ordered = sorted(tensors.items(), key=lambda each: not places[each[0]].is_small)
-    return {name: tensor if tensor.dim() else tensor[None] for name, tensor in ordered}
+    return {
+        name: tensor[None] if places[name].is_one or not tensor.dim() else tensor
+        for name, tensor in ordered
+    }
 
 
 def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from mrv1.engine import EngineCore
 from mrv1.errors import ConfigError, StepError
 from mrv1.kernels import reference
 from mrv1.kernels.cache.formats import PageFormat
-from mrv1.models import DecoderModel, random_weights
+from mrv1.models import DecoderModel, checkpoint_tensors, empty_weights, random_weights
 from mrv1.runner import ModelRunner
 from mrv1.runner.kv_cache import CacheSpec
 from mrv1.runner.ranks import parallel_runner
@@ -62,6 +62,28 @@ def test_result_has_the_schema_and_survives_json():
     assert result["start"]["seconds"] > 0
     assert result["start"]["triton_cache"] is None  # nothing is compiled
     assert len(said) == 1 + 2 * 3  # the start line, then per batch a warm-up and two runs
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share"), [("fp8", 0.25), ("fp8-block", 0.25), ("int4", None)]
+)
+def test_a_shape_runs_with_made_up_codes(quantization, share):
+    """A byte for each weight of float32's four; groups of 128 inputs need as many."""
+    options = {"batches": (1,), "repeats": 1, "quantization": quantization}
+    if share is None:
+        with pytest.raises(ConfigError, match="group_size: expected a divisor of the 64 inputs"):
+            run_generate(GenerateBench(**SMALL | options))
+        return
+    result = run_generate(GenerateBench(**SMALL | options))
+    assert (result["weights"], result["conditions"]["quantization"]) == ("dummy", quantization)
+    config = shape_config("tiny-random")
+    plain = step_weight_bytes(config, torch.float32)
+    stored = checkpoint_tensors(config, empty_weights(config, "meta", torch.float32))
+    layers = sum(t.nbytes for name, t in stored.items() if name.endswith("_proj.weight"))
+    (entry,) = result["results"]
+    assert (entry["weight_bytes"] - plain + layers) / layers == pytest.approx(share, abs=0.03)
+    with pytest.raises(ConfigError, match="quantization: expected None or 'fp8' with a model"):
+        GenerateBench(shape=None, model="tiny", quantization="int4")
 
 
 def test_ranks_run_a_shape_with_made_up_weights(monkeypatch):

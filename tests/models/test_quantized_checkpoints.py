@@ -5,6 +5,7 @@ The library is compressed-tensors; the oracle of a model is transformers with th
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
+from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
@@ -62,7 +65,7 @@ def compressed(
     compressor = BaseCompressor.get_value_from_registry(form)
     stored = compressor.compress(dict(module.state_dict()), scheme)
     values = compressor.decompress(stored, scheme)["weight"]
-    groups = {"group_0": {**SCHEMES[name], "format": form}}
+    groups = {"group_0": {**deepcopy(SCHEMES[name]), "format": form}}
     raw = {"quant_method": "compressed-tensors", "config_groups": groups}
     return stored, values, {"quantization_config": raw, "dtype": str(dtype).split(".")[1]}
 
@@ -90,8 +93,9 @@ def read_part(
         assert place.fits(values.shape), name
         assert values.dtype in place.dtypes, name
         assert place.problem is None or place.problem(values) is None, name
-        for first in range(0, len(values) if values.dim() else 1, 5):
-            place.write(first, values[first : first + 5] if values.dim() else values)
+        step = len(values) if place.is_one else 5
+        for first in range(0, len(values), step):
+            place.write(first, values[first : first + step])
     return weight
 
 
@@ -116,6 +120,39 @@ def test_a_rank_has_the_bits_of_its_part(name: str):
     ):  # fmt: skip
         weight = read_part(stored, raw, shape, dtype, rows, inputs)
         assert torch.equal(weight.dense(), values[rows, inputs]), (rows, inputs)
+
+
+@pytest.mark.parametrize("name", ["int4-group", "int4-group-zeros", "int8-packed-group"])
+def test_inputs_in_an_order_of_their_own_have_the_scales_of_their_groups(name: str):
+    """As ``weight_g_idx`` says, which older releases wrote: ``actorder`` is ``group``.
+
+    What it decompresses of the inputs group by group are the values of the same inputs in place.
+    """
+    shape, dtype = (200, 256), torch.float32
+    stored, values, raw = compressed(name, shape, dtype)
+    raw["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(1))
+    place = order.argsort()
+    bits = raw["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"]
+    codes = unpack_from_int32(stored["weight_packed"], bits, torch.Size(shape))
+    size = 256 // stored["weight_scale"].shape[1]
+    stored = {
+        **stored,
+        "weight_packed": pack_to_int32(codes[:, place], bits),
+        "weight_g_idx": (place // size).to(torch.int32),
+    }
+    weight = read_part(stored, raw, shape, dtype, slice(0, 200), slice(0, 256))
+    assert torch.equal(weight.dense(), values[:, place])
+    part = ModulePart(name="up_proj", shape=shape, rows=slice(0, 200), inputs=slice(0, 128))
+    with pytest.raises(ConfigError, match="expected one rank for the packed up_proj, got inputs"):
+        read_quantization(raw, {}).module("model.layers.0.mlp.up_proj").places(part, weight)
+    group_of = stored["weight_g_idx"].clone()
+    group_of[0] = (group_of[0] + 1) % (256 // size)
+    found = read_quantization(raw, {}).module("model.layers.0.mlp.up_proj")
+    whole = ModulePart(name="up_proj", shape=shape, rows=slice(0, 200), inputs=slice(0, 256))
+    problem = found.places(whole, weight)["weight_g_idx"].problem
+    assert problem(stored["weight_g_idx"]) is None
+    assert f"expected {size} inputs in each of {256 // size} groups" in problem(group_of)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName
+from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName, QuantizationName
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.sampling import BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
@@ -31,6 +31,15 @@ EXECUTORS = ("mp",)
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
 
+QUANTIZATIONS: dict[str, QuantizationName] = {
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    **dict.fromkeys(("gptq", "gptq_marlin"), cast("QuantizationName", "gptq")),
+    **dict.fromkeys(("awq", "awq_marlin"), cast("QuantizationName", "awq")),
+}
+"""vLLM's ``quantization``, which it also takes from a checkpoint -> mrv1's."""
+
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -47,6 +56,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
     return EngineConfig(
         model=name,
         load_format="dummy" if vllm_config.load_config.load_format == "dummy" else "auto",
+        quantization=QUANTIZATIONS.get(model.quantization),
         dtype=model.dtype,
         device=str(device),
         tensor_parallel_size=vllm_config.parallel_config.tensor_parallel_size,
@@ -106,7 +116,9 @@ def _problems(config: VllmConfig) -> Iterator[str]:
         yield f"model: expected one of text alone, got {model.architecture}"
     if model.is_encoder_decoder:
         yield f"model: expected a decoder, got {model.architecture}"
-    yield from _unset(model, "quantization")
+    if model.quantization is not None and model.quantization not in QUANTIZATIONS:
+        expected = ", ".join(QUANTIZATIONS)
+        yield f"quantization: expected one of {expected}, got {model.quantization!r}"
     yield from _flags_off(
         model, "enable_prompt_embeds", "enable_return_routed_experts", "disable_sliding_window",
         "is_diffusion", "return_sampling_mask",

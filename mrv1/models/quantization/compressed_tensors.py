@@ -166,6 +166,7 @@ def _order_place(part: ModulePart, order: torch.Tensor, group_size: int) -> Plac
         part=(slice(0, num_in),),
         dtypes=(torch.int32,),
         convert=_order_of,
+        is_one=True,
         problem=partial(_order_problem, num_in=num_in, group_size=group_size),
         module=part.name,
     )

@@ -84,6 +84,7 @@ class GPTQFormat(ModuleFormat):
                 part=(slice(0, num_in),),
                 dtypes=(torch.int32, torch.int64),
                 convert=group_order,
+                is_one=True,
                 problem=partial(
                     groups_problem, num_groups=num_groups, is_plain=not self.has_order
                 ),

@@ -133,7 +133,7 @@ def test_every_sampling_parameter_is_known_or_refused():
         ("parallel_config", "decode_context_parallel_size", 2),
         ("parallel_config", "enable_dbo", True),
         ("model_config", "runner_type", "pooling"),
-        ("model_config", "quantization", "awq"),
+        ("model_config", "quantization", "bitsandbytes"),
         ("model_config", "enable_prompt_embeds", True),
         ("model_config", "hf_overrides", {"rope_theta": 1.0}),
         ("model_config", "logprobs_mode", "raw_logits"),
@@ -155,6 +155,19 @@ def test_an_option_that_mrv1_cannot_serve_is_refused_by_name(engine, part, optio
     shown = {"runner_type": "runner", "cache_dtype": "kv_cache_dtype"}.get(option, option)
     with pytest.raises(ConfigError, match=f"{shown}: expected"):
         engine_config(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, None), ("fp8", "fp8"), ("gptq_marlin", "gptq"), ("compressed-tensors", None)],
+)
+def test_the_quantization_of_vllm_is_mrv1s(engine, given, expected):
+    """Of a quantized checkpoint vLLM names the kernel that it has for it."""
+    config = copy.copy(engine.engine.vllm_config)
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.quantization = given
+    own = engine_config(config, torch.device("cpu")).quantization
+    assert own == (expected or given)
 
 
 def test_options_of_vllm_reach_the_runner(engine, monkeypatch):
