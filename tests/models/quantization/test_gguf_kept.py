@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mrv1 import LLM, ConfigError, SamplingParams
-from mrv1.config import QuantizationName
+from mrv1.config import QuantizationName, checkpoint_dir
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
     Checkpoint,
@@ -24,6 +24,7 @@ from mrv1.models.parallel import ParallelContext
 from mrv1.models.quantization import GGUFBlocks
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import expected_logits, random_model, tiny_config
+from tests.models.smollm2 import needs_smollm2
 from tests.models.test_gguf import write_gguf
 from tests.thread_ranks import on_ranks
 
@@ -186,3 +187,38 @@ def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path):
         ConfigError, match=r"model.layers.0.mlp.up_proj.blocks: expected finite scales of blocks"
     ):
         load(path)
+
+
+@needs_smollm2
+@pytest.mark.full
+def test_smollm2_has_the_same_loss_in_blocks():
+    """Within 0.1% on a text: in float32 it is the same number."""
+    path = checkpoint_dir("smollm2")
+    text = (Path(__file__).parents[3] / "training/data/tinyshakespeare.txt").read_text("utf-8")
+    tokens = Checkpoint.open(path).tokenizer().encode(text[:2000])[:128]
+    losses = {}
+    for quantization in ("gguf", "dequantize"):
+        model = load(path, None, quantization, torch.float32)
+        blocks = blocks_needed([tokens], 16)
+        logits = PagedDriver(model, block_size=16, num_blocks=blocks).logits([tokens], 64)[0]
+        targets = torch.tensor(tokens[1:])
+        losses[quantization] = torch.nn.functional.cross_entropy(logits[:-1], targets).item()
+    assert losses["gguf"] == pytest.approx(losses["dequantize"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", mixed])
+def test_a_gpu_keeps_blocks_and_makes_the_same_tokens(tmp_path, kind):
+    """As many bytes of matrices as in the file, and float32 tokens of the dequantized model."""
+    path, sizes = tmp_path / "model.gguf", SUPER if callable(kind) else SMALL
+    write_gguf(path, random_model(tiny_config("llama", **sizes)), quantization=kind)
+    params, found = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True), {}
+    for quantization in (None, "dequantize"):
+        with LLM(
+            path, dtype="float32", device="cuda", quantization=quantization, max_num_seqs=2,
+            max_model_len=128, num_kv_blocks=32,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate([PROMPT], params, use_tqdm=False)
+        found[quantization] = list(outputs[0].outputs[0].token_ids)
+    assert found[None] == found["dequantize"]
