@@ -284,7 +284,10 @@ class DecoderModel:
             self._ops.linear(
                 x, matrix, part, out=own, prefetch=last, deterministic=self.deterministic
             )
-        return out if activation is None else self._ops.silu_and_mul(out)
+        if activation is None:
+            return out
+        is_silu = activation == "silu_and_mul"
+        return self._ops.silu_and_mul(out) if is_silu else self._ops.gelu_tanh_and_mul(out)
 
     def _linear(
         self,
