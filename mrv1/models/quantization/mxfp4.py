@@ -10,11 +10,21 @@ from __future__ import annotations
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.models.quantization.settings import Settings
 
+METHOD = "mxfp4"
 GROUP = 32
 """Inputs that share an exponent."""
 NAN = 255
 """The exponent that stands for NaN."""
+
+
+def read_mxfp4(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> None:
+    """Raise a ``ConfigError``: no family of mrv1 stores experts so; see ``reading.Reader``."""
+    del scale_dtype, prefix
+    raise config.error(
+        "quant_method", "another than that of gpt-oss's experts, a family that mrv1 does not have"
+    )
 
 
 def mxfp4_codes(blocks: torch.Tensor) -> torch.Tensor:

@@ -13,13 +13,14 @@ from mrv1.config import QuantizationName
 from mrv1.errors import ConfigError
 from mrv1.models.files import read_json
 from mrv1.models.places import stored_dtype
-from mrv1.models.quantization import awq, compressed_tensors, fp8, gptq
+from mrv1.models.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
 from mrv1.models.quantization.awq import read_awq
 from mrv1.models.quantization.compressed_tensors import read_compressed_tensors
 from mrv1.models.quantization.formats import SCALE_DTYPES
 from mrv1.models.quantization.fp8 import read_fp8
 from mrv1.models.quantization.gguf import GGUFBlocks
 from mrv1.models.quantization.gptq import read_gptq
+from mrv1.models.quantization.mxfp4 import read_mxfp4
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.scheme import Quantization
 from mrv1.models.quantization.settings import Settings
@@ -47,6 +48,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(fp8.METHODS, read_fp8),
     awq.METHOD: read_awq,
     gptq.METHOD: read_gptq,
+    mxfp4.METHOD: read_mxfp4,
 }
 """By ``quant_method``."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv", ".scales")

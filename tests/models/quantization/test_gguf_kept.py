@@ -222,3 +222,22 @@ def test_a_gpu_keeps_blocks_and_makes_the_same_tokens(tmp_path, kind):
             outputs = llm.generate([PROMPT], params, use_tqdm=False)
         found[quantization] = list(outputs[0].outputs[0].token_ids)
     assert found[None] == found["dequantize"]
+
+
+def test_new_weights_are_blocks_too(tmp_path):
+    config = tiny_config("llama", num_hidden_layers=1, **SMALL)
+    for seed in (0, 1):
+        write_gguf(tmp_path / f"{seed}.gguf", random_model(config, seed=seed), quantization="Q4_1")
+    checkpoint = Checkpoint.open(tmp_path / "1.gguf")
+    scan = checkpoint.scan(quantization=checkpoint.quantization())
+    tensors = dict(checkpoint.read(scan.tensors))
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    options = {"dtype": "float64", "max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8}
+    tokens = []
+    for seed in (0, 1):
+        with LLM(tmp_path / f"{seed}.gguf", quantization="gguf", **options) as llm:
+            if seed == 0:
+                llm.update_weights(tensors)
+            outputs = llm.generate([PROMPT], params, use_tqdm=False)
+            tokens.append(outputs[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]

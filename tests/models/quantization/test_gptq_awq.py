@@ -126,3 +126,21 @@ def test_a_banner_names_the_format(tmp_path):
         "gptq: INT4 weights, a scale per group of 32 inputs, zero points, inputs in an order of "
         "their own"
     )
+
+
+def test_new_weights_are_those_of_the_other_checkpoint(tmp_path):
+    """An order of inputs is written before the codes that it sorts, whatever comes first."""
+    config = tiny_config("qwen2", num_hidden_layers=1, **SIZES)
+    for seed in (0, 1):
+        save_quantized(tmp_path / str(seed), config, ORDERED, seed=seed)
+    new = load_file(tmp_path / "1" / "model.safetensors")
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    options = {"dtype": "float64", "max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8}
+    tokens = []
+    for seed in (0, 1):
+        with LLM(tmp_path / str(seed), **options) as llm:
+            if seed == 0:
+                llm.update_weights(dict(sorted(new.items(), reverse=True)))
+            outputs = llm.generate([PROMPT], params, use_tqdm=False)
+            tokens.append(outputs[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
