@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.measure.floor import active_experts
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams
 from mrv1.kernels.registry import select_ops
 from mrv1.models import ModelConfig, ParallelContext, dummy, load_model
+from mrv1.models.architectures import ARCHITECTURES
 from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors
-from tests.models.families import random_model, tiny_checkpoint, tiny_config
+from tests.models.driver import PagedDriver, blocks_needed
+from tests.models.families import EXPERTS, random_model, tiny_checkpoint, tiny_config
 from tests.models.test_gguf import write_gguf
 from tests.thread_ranks import on_ranks
 
@@ -125,3 +128,55 @@ def test_what_needs_a_checkpoints_tensors_is_refused(tmp_path):
         EngineConfig(model="tiny", load_format="dummy", kv_cache_dtype="fp8_e4m3", kv_scale="head")
     with pytest.raises(ConfigError, match=r"load_format: expected one of .*, got 'random'"):
         EngineConfig(model="tiny", load_format="random")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "ernie4_5_moe" else pytest.mark.full)
+        for family in EXPERTS
+    ],
+)
+def test_made_up_weights_spread_tokens_over_experts_as_chance_does(tmp_path, monkeypatch, family):
+    """Within a tenth of the expectation; no bias of a router draws all tokens.
+
+    The layers' mean: tokens grow alike with depth, the more so the smaller the hidden size.
+    """
+    num_experts, top_k, batch = 64, 4, 16
+    counts = {
+        "ernie4_5_moe": {"moe_num_experts": num_experts, "moe_k": top_k},
+        "qwen3_moe": {"num_experts": num_experts, "num_experts_per_tok": top_k},
+        "mixtral": {"num_local_experts": num_experts, "num_experts_per_tok": top_k},
+        "olmoe": {"num_experts": num_experts, "num_experts_per_tok": top_k},
+        "glm4_moe": {
+            "n_routed_experts": num_experts, "num_experts_per_tok": top_k, "n_group": 1,
+            "topk_group": 1,
+        },
+    }  # fmt: skip
+    tiny_config(
+        family, hidden_size=512, num_hidden_layers=6, vocab_size=4096, **counts[family],
+        architectures=[name for name, each in ARCHITECTURES.items() if each.model_type == family],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    ops = select_ops("reference")
+    route, found = ops.route_experts, []
+
+    def noted(*args, **kwargs):
+        found.append(route(*args, **kwargs))
+        return found[-1]
+
+    monkeypatch.setattr(ops, "route_experts", noted)
+    model = load_model(tmp_path, **(OPTIONS | {"ops": ops}), load_format="dummy")
+    biases = [layer.experts.router_bias for layer in model.weights.layers if layer.experts]
+    assert all(bias is None or not bias.any() for bias in biases)
+    generator = torch.Generator().manual_seed(0)
+    driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([[0] * 96] * 16, 16))
+    prompts = torch.randint(4096, (16, 96), generator=generator).tolist()
+    driver.logits(prompts, None)
+    expected = active_experts(model.config, batch)
+    active = []
+    for ids, _ in found:
+        # Batches of a token of each prompt, as in a decode step, each with a long context.
+        rows = ids[: 16 * 96, :top_k].view(16, 96, top_k)[:, 48:].transpose(0, 1)
+        active.append(sum(each.unique().numel() for each in rows) / len(rows))
+    assert len(active) >= 5
+    assert sum(active) / len(active) == pytest.approx(expected, rel=0.1)

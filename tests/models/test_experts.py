@@ -28,6 +28,7 @@ from tests.models.families import (
     save_checkpoint,
     tiny_config,
 )
+from tests.models.quantizing_cache import fp8_logits
 from tests.thread_ranks import on_ranks
 
 PROMPT = [(7 * i) % 160 for i in range(40)]
@@ -52,9 +53,14 @@ CASES = [
 ]
 
 
-def logits(path: Path, chunk: int | None, parallel: ParallelContext | None = None) -> torch.Tensor:
+def logits(
+    path: Path,
+    chunk: int | None,
+    parallel: ParallelContext | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
     model = load_model(
-        path, device="cpu", dtype=torch.float64, ops=select_ops("reference"), progress=False,
+        path, device="cpu", dtype=dtype, ops=select_ops("reference"), progress=False,
         parallel=parallel,
     )  # fmt: skip
     driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([PROMPT], 16))
@@ -68,6 +74,20 @@ def test_logits_equal_those_of_transformers(tmp_path, family, settings):
     expected = expected_logits(model.double(), PROMPT)
     for chunk in (1, 24, None):
         torch.testing.assert_close(logits(tmp_path, chunk), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_bfloat16_logits_err_no_more_than_those_of_transformers(tmp_path, family):
+    """Against float64; a rounded score may choose another expert, on either side.
+
+    So the errors of the middle tokens are compared, on which such a choice has no effect.
+    """
+    model = save_checkpoint(tmp_path, tiny_config(family))
+    exact = expected_logits(model.double(), PROMPT)
+    theirs = expected_logits(model.bfloat16(), PROMPT).double()
+    ours = [logits(tmp_path, chunk, dtype=torch.bfloat16).double() for chunk in (1, 24, None)]
+    errors = [(each - exact).abs().mean(1).median() for each in (theirs, *ours)]
+    assert max(errors[1:]) <= 1.5 * errors[0] + 1e-3
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -133,6 +153,33 @@ def test_deterministic_bits_of_many_tokens_are_those_of_few(tmp_path, monkeypatc
         driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([PROMPT], 16))
         found.append(driver.logits([PROMPT], None)[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("granularity", ["token", "quarter", "head"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "qwen3_moe" else pytest.mark.full)
+        for family in EXPERTS
+    ],
+)
+def test_logits_over_an_fp8_cache_are_those_of_transformers(tmp_path, family, granularity):
+    """transformers' cache quantizes alike; a code may turn by the last bit of a rope."""
+    config = tiny_config(family)
+    model = save_checkpoint(tmp_path, config).double()
+    own = load_model(
+        tmp_path, device="cpu", dtype=torch.float64, ops=select_ops("reference"), progress=False
+    )
+    scales, quarter = None, 4 if granularity == "quarter" else None
+    if granularity == "head":
+        scales = torch.full((config.num_hidden_layers, 2, 2), 0.03)
+    for chunk in (None, 5):
+        expected = fp8_logits(model, PROMPT, scales, quarter, chunk)
+        driver = PagedDriver(
+            own, block_size=16, num_blocks=8, granularity=granularity, head_scales=scales
+        )
+        error = (driver.logits([PROMPT], chunk)[0] - expected).abs()
+        assert error.mean() <= 1e-3 * expected.std(), chunk
 
 
 # --- configurations ----------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def _problems(config: VllmConfig) -> Iterator[str]:
         if size != 1:
             yield f"{name}: expected 1, got {size}"
     yield from _rank_problems(config)
-    yield from _flags_off(parallel, "enable_eplb", "enable_dbo")
+    yield from _flags_off(parallel, "enable_expert_parallel", "enable_eplb", "enable_dbo")
     if model.runner_type != "generate":
         yield f"runner: expected 'generate', got {model.runner_type!r}"
     if model.is_multimodal_model:
