@@ -36,6 +36,7 @@ FAMILY_NAMES = {
     "SeedOssForCausalLM": "Seed-OSS",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3",
+    "Gemma2ForCausalLM": "Gemma-2",
     "Olmo2ForCausalLM": "OLMo-2",
     "Olmo3ForCausalLM": "OLMo-3",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",

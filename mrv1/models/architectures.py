@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.experts import (
     ExpertFamily,
     after_dense,
@@ -38,8 +39,12 @@ class Architecture:
     """Linear layers of a checkpoint that are several of a layer's: their parts, in order."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer under other names in a checkpoint: their usual names."""
+    activation: Activation = "silu_and_mul"
+    """The activation of an MLP's gates, which the family's configuration names."""
     norm_order: NormOrder = "before"
     """Where a layer's RMS norms are."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + their weights, in float32."""
     qk_norm: QKNormKind = "none"
     """RMS norms of queries and keys before rope."""
     qk_norm_setting: str | None = None
@@ -56,6 +61,9 @@ class Architecture:
     """Whether ``rope_parameters`` has one rope for layers with a window and one for the others."""
     has_multipliers: bool = False
     """Whether settings scale embeddings, attention's scores, what layers add, and logits."""
+    has_soft_caps: bool = False
+    """Whether settings scale and cap attention's scores and cap logits, as Gemma's do, which also
+    multiplies embeddings by the root of the hidden size."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
@@ -229,6 +237,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             intermediate_size="intermediate_size",
             has_experts=every_layer,
         ),
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        model_type="gemma2",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        activation="gelu_tanh_and_mul",
+        norm_order="both",
+        norms_add_one=True,
+        has_soft_caps=True,
+        windows="layer_types",
     ),
     "Phi3ForCausalLM": Architecture(
         model_type="phi3",

@@ -80,6 +80,7 @@ class KernelBackend:
         num_q_heads: int,
         dtype: torch.dtype,
         softmax_scale: float,
+        soft_cap: float | None = None,
         deterministic: bool = False,
         shares_prefixes: bool = False,
     ) -> None:
@@ -87,6 +88,8 @@ class KernelBackend:
         self._num_q_heads = num_q_heads
         self._dtype = dtype
         self._softmax_scale = softmax_scale
+        self._soft_cap = soft_cap or 0.0
+        """Of scores; 0 = none."""
         self._deterministic = deterministic
         self._shares_prefixes = shares_prefixes
         self._planned: _Planned | None = None
@@ -174,7 +177,10 @@ class KernelBackend:
         )
 
     def _layer(self, cache: LayerCache) -> PrefillLayer:
-        return PrefillLayer(cache.layout, self._dtype, cache.page_format, self._num_q_heads)
+        return PrefillLayer(
+            cache.layout, self._dtype, cache.page_format, self._num_q_heads,
+            plain_scores=not self._soft_cap,
+        )  # fmt: skip
 
     def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
         """Decode rows of one token, or all rows if all have the same 2 to 8; prefill others."""
@@ -230,6 +236,7 @@ class KernelBackend:
             batch.seq_lens[:num_rows],
             cache.layout,
             softmax_scale=self._softmax_scale,
+            logits_soft_cap=self._soft_cap,
             query_len=batch.query_len or 1,
             deterministic=self._deterministic,
             plan=plan,
@@ -257,6 +264,7 @@ class KernelBackend:
             batch.seq_lens[first_row:],
             cache.layout,
             softmax_scale=self._softmax_scale,
+            logits_soft_cap=self._soft_cap,
             max_query_len=batch.max_query_len,
             attn_mask_offsets=None if ranges is None else ranges[first_row:],
             splits=splits,

@@ -11,6 +11,7 @@ import torch
 
 from mrv1.config import QuantizationName
 from mrv1.errors import ConfigError
+from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
 from mrv1.models.checkpoint import Checkpoint
 from mrv1.models.experts import ExpertNames, ExpertsConfig
@@ -85,8 +86,12 @@ class ModelConfig:
     """Bias of the MLP's projections."""
     qk_norm: QKNormKind
     """RMS norms of queries and keys before rope."""
+    activation: Activation = "silu_and_mul"
+    """The activation of an MLP's gates."""
     norm_order: NormOrder = "before"
     """Where a layer's RMS norms are."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + their weights, in float32."""
     rope: RopeConfig
     """Rotary embedding."""
     window_rope: RopeConfig | None = None
@@ -106,6 +111,12 @@ class ModelConfig:
     """Logits are divided by it."""
     softmax_scale: float | None = None
     """Factor of attention's scores; None = ``head_dim**-0.5``."""
+    rounds_embed_scale: bool = False
+    """Whether the factor of embeddings is rounded to the model's dtype."""
+    attention_soft_cap: float | None = None
+    """Cap of attention's scores s, ``cap * tanh(s / cap)``; None = none."""
+    logits_soft_cap: float | None = None
+    """The same for logits."""
     layer_windows: tuple[int, ...]
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()
@@ -215,6 +226,10 @@ class ModelConfig:
             if self.norm_order != "before":
                 problems.append(
                     f"norm_order: expected 'before' with experts, got {self.norm_order!r}"
+                )
+            if self.activation != "silu_and_mul":
+                problems.append(
+                    f"activation: expected 'silu_and_mul' with experts, got {self.activation!r}"
                 )
             if self.mlp_bias:
                 problems.append("mlp_bias: expected none with experts, got one")

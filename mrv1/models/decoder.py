@@ -57,6 +57,9 @@ class DecoderModel:
         self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
         self._sum_eps = config.rms_norm_eps / config.residual_scale**2
         """Of norms of the residual sum, which is divided by ``residual_scale``."""
+        self._embed_scale = config.embed_scale
+        if config.rounds_embed_scale and config.embed_scale is not None:
+            self._embed_scale = float(torch.tensor(config.embed_scale).to(self.dtype))
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
         rope, self._window_cos_sin = config.window_rope, None
@@ -89,6 +92,7 @@ class DecoderModel:
             num_q_heads=self.config.num_q_heads,
             dtype=self.dtype,
             softmax_scale=self.softmax_scale,
+            soft_cap=self.config.attention_soft_cap,
             deterministic=self.deterministic,
             shares_prefixes=shares_prefixes,
         )
@@ -136,7 +140,7 @@ class DecoderModel:
                 x = self._add_experts(hidden, x, experts, batch.slot_mapping, next_norm)
                 continue
             gate_up, down = layer.mlp
-            activated = self._linear(x, gate_up, layer.mlp_norm, down, "silu_and_mul")
+            activated = self._linear(x, gate_up, layer.mlp_norm, down, self.config.activation)
             if index < self._num_deepstack_layers and batch.features is not None:
                 # The MLP's input is normed already. Its output is added next: to the same sum.
                 first_column = (1 + index) * self.config.hidden_size
@@ -171,6 +175,8 @@ class DecoderModel:
         self._multiply(hidden_rows, self.weights.lm_head, out=out)
         if self.config.logits_divisor != 1:
             out /= self.config.logits_divisor
+        if (cap := self.config.logits_soft_cap) is not None:
+            out.div_(cap).tanh_().mul_(cap)
 
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the tokens' embeddings, the first layer's input, and the tokens' rope.
@@ -192,7 +198,7 @@ class DecoderModel:
             mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
             first_id=first_id,
-            scale=self.config.embed_scale,
+            scale=self._embed_scale,
             scales_features=self.config.scales_features,
         )
         norm = self.weights.layers[0].input_norm
@@ -227,6 +233,9 @@ class DecoderModel:
         **fused: Any,  # noqa: ANN401 - arguments of all_reduce_norm
     ) -> torch.Tensor:
         """Write the sum over ranks with peers' memory to ``out``; return its norm, if any."""
+        if norm_weight is not None and norm_weight.dtype != out.dtype:
+            self._sum(partial, out=out, **fused)  # it has no wider weights of norms
+            return self._norm(out, norm_weight)
         normed = None if norm_weight is None else torch.empty_like(out)
         eps = self._sum_eps
         self._sum(partial, out=out, norm_weight=norm_weight, eps=eps, normed_out=normed, **fused)

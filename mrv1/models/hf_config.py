@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.architectures import ARCHITECTURES, Architecture, missing_feature
 from mrv1.models.experts import experts_config
 from mrv1.models.files import not_positive, raise_problems
@@ -21,6 +22,16 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _STATEFUL = frozenset(("linear_attention", "mamba", "recurrent", "conv"))
 _STATE = "state-space, linear-attention or convolution layers"
+_ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
+    "silu_and_mul": ("hidden_act", ("silu", "swish")),
+    "gelu_tanh_and_mul": ("hidden_activation", ("gelu_pytorch_tanh",)),
+}
+"""The setting that names an activation, and its names there."""
+_CAPS = {
+    "attn_logit_softcapping": "attention_soft_cap",
+    "final_logit_softcapping": "logits_soft_cap",
+}
+"""Settings of Gemma that cap, and their fields."""
 
 
 def support_problems(raw: Mapping[str, Any]) -> list[str]:
@@ -69,8 +80,9 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
     num_heads = max(text.num_attention_heads, 1)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     problems = []
-    if text.hidden_act not in ("silu", "swish"):
-        problems.append(f"hidden_act: expected 'silu', got {text.hidden_act!r}")
+    setting, allowed = _ACTIVATIONS[family.activation]
+    if (given := getattr(text, setting)) not in allowed:
+        problems.append(f"{setting}: expected {allowed[0]!r}, got {given!r}")
     if family.experts_setting is not None and (count := getattr(text, family.experts_setting)):
         problems.append(
             f"{family.experts_setting}: expected none, as the family's experts are not supported, "
@@ -110,7 +122,9 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "o_bias": _flag(text, family.o_bias),
         "mlp_bias": _flag(text, family.mlp_bias),
         "qk_norm": family.qk_norm if _flag(text, family.qk_norm_setting or True) else "none",
+        "activation": family.activation,
         "norm_order": family.norm_order,
+        "norms_add_one": family.norms_add_one,
         "rope_interleaved": family.rope_interleaved,
         "eos_token_ids": token_ids(text.eos_token_id),
         "quantization": read_quantization(raw, {}),
@@ -175,7 +189,9 @@ def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # n
 
 
 def _multipliers(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN401
-    """Return the fields that scale, of a family that has settings for them."""
+    """Return the fields that scale and cap, of a family that has settings for them."""
+    if family.has_soft_caps:
+        return _soft_caps(hf)
     if not family.has_multipliers:
         return {}
     names = (
@@ -191,6 +207,26 @@ def _multipliers(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN4
         "softmax_scale": attention,
         "residual_scale": residual,
         "logits_divisor": logits,
+    }
+
+
+def _soft_caps(hf: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the fields that scale and cap in Gemma."""
+    caps = {name: getattr(hf, name) for name in _CAPS}
+    given = {name: cap for name, cap in caps.items() if cap is not None}
+    problems = not_positive(given | {"query_pre_attn_scalar": hf.query_pre_attn_scalar})
+    if hf.use_bidirectional_attention:
+        problems.append(
+            "use_bidirectional_attention: expected false, got "
+            f"{hf.use_bidirectional_attention!r}: mrv1 has causal attention"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return {
+        "embed_scale": hf.hidden_size**0.5,
+        "rounds_embed_scale": True,
+        "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+        **{field: caps[name] for name, field in _CAPS.items()},
     }
 
 

@@ -39,6 +39,11 @@ def same(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def plus_one(values: torch.Tensor) -> torch.Tensor:
+    """Return ``1 + values`` in float32 or wider."""
+    return values.to(torch.promote_types(values.dtype, torch.float32)) + 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where one tensor of a checkpoint goes, all of it or the part that a rank has.

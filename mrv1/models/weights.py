@@ -14,7 +14,7 @@ from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.places import FLOAT_DTYPES, Place
+from mrv1.models.places import FLOAT_DTYPES, Place, plus_one, same
 from mrv1.models.quantization import ModuleFormat, ModulePart, shared_rows
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
@@ -106,7 +106,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; a norm is ``[hidden]``, in the model's dtype, and None if the model lacks it."""
+    """One layer; a norm is ``[hidden]``, in the model's dtype, and None if the model lacks it.
+
+    Norms that add 1 to their weights have the sums here, in float32 or wider.
+    """
 
     input_norm: torch.Tensor | None = None
     """Of the input of attention."""
@@ -275,6 +278,10 @@ def empty_weights(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def norm(size: int) -> torch.Tensor:
+        wide = torch.promote_types(dtype, torch.float32) if config.norms_add_one else dtype
+        return torch.empty(size, dtype=wide, device=device)
+
     def matrix(place: _Place, columns: int, index: int) -> Matrix | tuple[Matrix, ...]:
         sizes, is_cut = [*place.parts.values()], len(place.parts) > 1
         formats = [_format(config, index, name) for name in place.parts]
@@ -296,7 +303,7 @@ def empty_weights(
     def field(place: _Place, index: int) -> Any:  # noqa: ANN401 - a field of LayerWeights
         rows = sum(place.parts.values())
         if place.columns is None:
-            return empty(rows)
+            return norm(rows)
         bias = empty(rows) if place.has_bias else None
         return Weight(matrix=matrix(place, place.columns, index), bias=bias)
 
@@ -320,7 +327,7 @@ def empty_weights(
     return ModelWeights(
         embed=embed,
         layers=tuple(map(layer, range(config.num_layers))),
-        final_norm=empty(config.hidden_size),
+        final_norm=norm(config.hidden_size),
         lm_head=Weight(matrix=head),
     )
 
@@ -363,7 +370,11 @@ def checkpoint_places(
     for name, target in plain.items():
         shape = tuple(wholes[name].shape)
         part = rank_part(name, shape, target.shape, parallel)
-        places[name] = Place(target=target, shape=shape, part=part, dtypes=FLOAT_DTYPES)
+        adds_one = config.norms_add_one and name.endswith("norm.weight")
+        places[name] = Place(
+            target=target, shape=shape, part=part, dtypes=FLOAT_DTYPES,
+            convert=plus_one if adds_one else same,
+        )  # fmt: skip
     if config.quantization is not None:
         raise_problems("quantization_config", _quantization_problems(whole))
         problems = []

@@ -73,6 +73,8 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     require(
         spec.head_dim in FLASHINFER_HEAD_DIMS, f"head_dim of {FLASHINFER_HEAD_DIMS}", spec.head_dim
     )
+    cap = model.config.attention_soft_cap
+    require(cap is None, "scores without a soft cap", f"attention_soft_cap={cap}")
     page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     for layout in layouts:
         # FlashInfer's own plan takes a window, but no sink and no ring.

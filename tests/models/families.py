@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
+    Gemma2Config,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -62,6 +63,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "phi3": Phi3Config,
+    "gemma2": Gemma2Config,
 }
 """Configuration class by family name."""
 
@@ -133,6 +135,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
     },
+    "gemma2": {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 24},
     "granite": {
         "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
@@ -207,6 +210,18 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "head_dim": 16,
         },
     ],
+    "gemma2": [
+        {
+            "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9, "query_pre_attn_scalar": 5,
+            "attn_logit_softcapping": 2.5, "final_logit_softcapping": 7.0,
+        },
+        {
+            "attn_logit_softcapping": None, "final_logit_softcapping": None,
+            "query_pre_attn_scalar": 100,
+        },
+    ],
     "olmo3": [
         {
             "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
@@ -222,6 +237,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
 """Every setting of a family that changes what it computes, with another value than usual."""
 
 SLIDING: dict[str, dict[str, Any]] = {
+    "gemma2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "phi3": {"sliding_window": 24},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "mistral": {"sliding_window": 24},

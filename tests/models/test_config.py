@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
 }
 QK_NORMS = {

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from mrv1.device import kernel_path
 from mrv1.kernels.registry import select_ops
 from mrv1.models import AttentionBatch, DecoderModel, ModelConfig, random_weights
-from mrv1.models.weights import checkpoint_tensors, empty_weights
+from mrv1.models.weights import checkpoint_places, empty_weights
 from tests.models.driver import PagedDriver, Request
 from tests.models.families import SLIDING, expected_logits, random_model, tiny_config
 
@@ -27,8 +27,8 @@ def decoder(
     oracle = random_model(config, seed=seed).state_dict()
     model_config = ModelConfig.from_hf(config)
     weights = empty_weights(model_config, device, dtype)
-    for name, tensor in checkpoint_tensors(model_config, weights).items():
-        tensor.copy_(oracle[name])
+    for name, place in checkpoint_places(model_config, weights).items():
+        place.fill(oracle[name])
     return DecoderModel(model_config, weights, select_ops(kernel_path(device)))
 
 
@@ -40,7 +40,7 @@ def run(model: DecoderModel, chunk: int | None = None, **settings: int) -> torch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ernie4_5"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ernie4_5", "gemma2"])
 def test_half_precision_errs_no_more_than_transformers(
     family: str, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -76,7 +76,7 @@ RENAMED = {
 
 
 def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the model's tensors under their usual names; fused ones in parts."""
+    """Return the model's tensors under their usual names; fused ones in parts, some norms + 1."""
     tensors: dict[str, torch.Tensor] = {}
     config = model.config
     for name, parameter in model.named_parameters():
@@ -89,7 +89,9 @@ def expected_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             rows = [num_heads * config.head_dim for num_heads in heads]
         elif module in ("mlp.gate_up_proj", "shared_mlp.input_linear"):
             parts, rows = ["mlp.gate_proj", "mlp.up_proj"], [len(parameter) // 2] * 2
-        for part, values in zip(parts, parameter.detach().split(rows), strict=True):
+        is_norm = config.model_type.startswith("gemma") and "norm" in name
+        stored = parameter.detach() + 1 if is_norm else parameter.detach()
+        for part, values in zip(parts, stored.split(rows), strict=True):
             usual = RENAMED.get(config.model_type, {}).get(part, part)
             tensors[name if layer is None else f"{layer[1]}.{usual}.{layer[3]}"] = values
     return tensors
