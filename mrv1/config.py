@@ -242,9 +242,8 @@ class EngineConfig:
     """``fp8`` quantizes a checkpoint in full precision while it loads: each output of the layers'
     linear modules gets a scale, and the largest of its weights the code 448; embedding, head,
     norms, routers and biases stay as they are. With a quantized checkpoint, its own
-    ``quant_method``, or None: the checkpoint says how its weights are stored. A GGUF file's blocks
-    are kept on a GPU and dequantized on a CPU; ``gguf`` keeps them and ``dequantize`` does not,
-    wherever."""
+    ``quant_method``, or None: the checkpoint says how its weights are stored. A GGUF file is
+    dequantized (``dequantize`` says so by name), unless ``gguf`` keeps its blocks."""
     device: Annotated[str, texts("'auto', 'cpu', 'cuda' or 'cuda:N'")] = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     tensor_parallel_size: Count = 1

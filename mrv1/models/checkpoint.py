@@ -32,6 +32,9 @@ INDEX_FILE = "model.safetensors.index.json"
 """The index that names the shard of each tensor."""
 GENERATION_CONFIG = "generation_config.json"
 """The file with sampling defaults and end-of-sequence tokens."""
+KEPT_ON: tuple[str, ...] = ()
+"""Types of devices where blocks of a GGUF file are kept unless asked otherwise. On a CPU each
+product would widen them again; for a GPU there are kernels, but none has run on one yet."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", SUFFIX)
 
 
@@ -360,8 +363,8 @@ class GGUFCheckpoint(Checkpoint):
     def quantization_on(
         self, asked: QuantizationName | None, device: torch.device | str
     ) -> QuantizationName | None:
-        """Return ``asked``; unless it says otherwise, blocks are kept on a GPU."""
-        is_open = asked is None and torch.device(device).type == "cuda"
+        """Return ``asked``; if that is None, blocks are kept on devices of ``KEPT_ON``."""
+        is_open = asked is None and torch.device(device).type in KEPT_ON
         return "gguf" if is_open and self.quantization() is not None else asked
 
     @property

@@ -530,5 +530,7 @@ def _looked_up(
     if first_id is not None:
         is_own = (rows >= 0) & (rows < embed.shape[0])
         rows, own = torch.where(is_own, rows, 0), torch.where(is_own, own, -1)
-    tensors = {name: tensor.index_select(0, rows) for name, tensor in embed.tensors.items()}
-    return own, replace(embed, **tensors).dense()
+    found: dict[str, Any] = {
+        name: each.index_select(0, rows) for name, each in embed.tensors.items()
+    }
+    return own, replace(embed, **found).dense()

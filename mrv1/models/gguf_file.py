@@ -210,13 +210,13 @@ class GGUFFile:
         """
         blocks = self.quantization() if keeps_blocks else None
         kinds = {} if blocks is None else dict(blocks.kinds)
-        headers = {}
+        headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self._tensors.items():
             shape, module = _shape(tensor), name.removesuffix(".weight")
             if module in kinds:
                 block = BLOCK_TYPES[kinds[module]]
-                shape = (shape[0], shape[1] // block.num_inputs, block.num_bytes)
-                headers[f"{module}.{BLOCKS}"] = shape, "U8"
+                blocks_shape = (shape[0], shape[1] // block.num_inputs, block.num_bytes)
+                headers[f"{module}.{BLOCKS}"] = blocks_shape, "U8"
             else:
                 headers[name] = shape, "F32"
         return headers

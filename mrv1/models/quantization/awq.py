@@ -116,4 +116,5 @@ def read_awq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model
 def awq_codes(words: torch.Tensor) -> torch.Tensor:
     """Return codes ``[out, in]``, one an element, of a ``qweight``; or zero points."""
     fields = fields_of_words(words, 4).unflatten(1, (-1, len(FIELD_OF_OUTPUT)))
-    return fields[:, :, FIELD_OF_OUTPUT].flatten(1).T
+    outputs: torch.Tensor = fields[:, :, FIELD_OF_OUTPUT].flatten(1)
+    return outputs.T

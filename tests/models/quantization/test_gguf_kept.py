@@ -20,6 +20,7 @@ from mrv1.models import (
     load_model,
     memory_of,
 )
+from mrv1.models import checkpoint as models_checkpoint
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.quantization import GGUFBlocks
 from tests.models.driver import PagedDriver, blocks_needed
@@ -132,10 +133,14 @@ def test_an_embedding_of_a_type_without_a_lookup_is_dequantized(tmp_path):
     assert isinstance(load(path).weights.embed, torch.Tensor)
 
 
-def test_blocks_are_kept_on_a_gpu_and_dequantized_on_a_cpu(tmp_path):
+def test_blocks_are_kept_where_devices_of_a_type_keep_them(tmp_path, monkeypatch):
+    """So far nowhere, unless ``quantization="gguf"`` says so."""
     path = tmp_path / "model.gguf"
     write_gguf(path, random_model(tiny_config("llama")), quantization="Q4_1")
     checkpoint = Checkpoint.open(path)
+    assert checkpoint.quantization_on(None, "cuda") is None
+    assert checkpoint.quantization_on("gguf", "cpu") == "gguf"
+    monkeypatch.setattr(models_checkpoint, "KEPT_ON", ("cuda",))
     assert checkpoint.quantization_on(None, "cuda") == "gguf"
     assert checkpoint.quantization_on("dequantize", "cuda") == "dequantize"
     assert checkpoint.quantization_on(None, "cpu") is None
@@ -214,14 +219,14 @@ def test_a_gpu_keeps_blocks_and_makes_the_same_tokens(tmp_path, kind):
     path, sizes = tmp_path / "model.gguf", SUPER if callable(kind) else SMALL
     write_gguf(path, random_model(tiny_config("llama", **sizes)), quantization=kind)
     params, found = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True), {}
-    for quantization in (None, "dequantize"):
+    for quantization in ("gguf", "dequantize"):
         with LLM(
             path, dtype="float32", device="cuda", quantization=quantization, max_num_seqs=2,
             max_model_len=128, num_kv_blocks=32,
         ) as llm:  # fmt: skip
             outputs = llm.generate([PROMPT], params, use_tqdm=False)
         found[quantization] = list(outputs[0].outputs[0].token_ids)
-    assert found[None] == found["dequantize"]
+    assert found["gguf"] == found["dequantize"]
 
 
 def test_new_weights_are_blocks_too(tmp_path):
