@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 import pkgutil
 import subprocess
@@ -85,6 +86,35 @@ def test_kernels_depend_on_neither_the_number_of_blocks_nor_that_of_equal_layers
     assert run.returncode == 0, run.stderr
     num_kernels, num_keys, num_all = map(int, run.stdout.split())
     assert num_kernels == num_keys == num_all > 20
+
+
+def test_layers_that_are_stored_in_different_ways_are_kinds_of_their_own(
+    forks: Forks, tmp_path: Path
+):
+    """Their kernels are recorded without memory, as those of a model quantized while it loads."""
+    group = {
+        "format": "pack-quantized", "targets": [r"re:.*layers\.2\."],
+        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+    }  # fmt: skip
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    config = tiny_config("llama", num_hidden_layers=4, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    kernels = kernel_set(model=str(tmp_path), load_format="dummy")
+    few = kernels.with_few_layers().model_config
+    formats = [few.quantization.module(f"model.layers.{i}.mlp.up_proj") for i in range(2)]
+    assert few.num_layers == 2
+    assert [form and form.code for form in formats] == ["int4", None]
+    online = kernel_set(quantization="fp8")
+    assert online.digest != kernel_set().digest
+    for each in (kernels, online):
+        pickled = tmp_path / "sets"
+        pickled.write_bytes(pickle.dumps([each]))
+        run = forks.run(RECORD, str(pickled), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+        assert run.returncode == 0, run.stderr
+        num_kernels, num_keys, _ = map(int, run.stdout.split())
+        assert num_kernels == num_keys > 20
 
 
 def of_rank(kernels: KernelSet, rank: int, size: int) -> KernelSet:
