@@ -163,6 +163,10 @@ def test_routers_and_experts_must_be_in_full_precision(tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ConfigError, match=message):
             load(tmp_path, load_format="dummy")
+    raw.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\.gate_proj: expected full precision"):
+        load(tmp_path, load_format="dummy", quantization="fp8")
 
 
 def test_settings_in_several_places_must_agree(tmp_path: Path):

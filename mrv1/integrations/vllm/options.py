@@ -35,8 +35,8 @@ QUANTIZATIONS: dict[str, QuantizationName] = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
-    **dict.fromkeys(("gptq", "gptq_marlin"), cast("QuantizationName", "gptq")),
-    **dict.fromkeys(("awq", "awq_marlin"), cast("QuantizationName", "awq")),
+    **dict.fromkeys(("gptq", "gptq_marlin"), "gptq"),
+    **dict.fromkeys(("awq", "awq_marlin"), "awq"),
 }
 """vLLM's ``quantization``, which it also takes from a checkpoint -> mrv1's."""
 

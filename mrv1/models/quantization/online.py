@@ -90,8 +90,9 @@ class OnlineFP8(Quantization):
         return (OnlineFormat(code="e4m3", activations="token"),)
 
     def holds(self, name: str, kind: str) -> bool:
-        """Whether a module is linear and in a layer."""
-        return kind == "Linear" and name.startswith("model.layers.")
+        """Whether a module is linear and in a layer; routers are left as they are."""
+        is_router = name.endswith(".gate")
+        return kind == "Linear" and name.startswith("model.layers.") and not is_router
 
     def module(self, name: str) -> OnlineFormat | None:
         """Return the one format for modules of layers."""
