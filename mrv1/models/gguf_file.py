@@ -34,6 +34,7 @@ FAMILIES = {
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
+    "glm4": "Glm4ForCausalLM",
 }
 """``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``,
 dense Granite 4 ``granite``."""
@@ -57,7 +58,14 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Tensor's name, without layer and ``.weight`` -> the same in a Hugging Face checkpoint."""
-_OTHER_NAMES = {"seed_oss": {"post_attention_norm": "post_attention_layernorm"}}
+_OTHER_NAMES = {
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+}
 """The same for single architectures."""
 
 _ROPE_FREQS = "rope_freqs.weight"
@@ -176,9 +184,29 @@ class GGUFFile:
             _hugging_face_name(tensor.name, self.architecture): tensor for tensor in tensors
         }
         self._check_split(files, readers, len(tensors))
+        self._tensors = {
+            part: half for name in self._tensors for part, half in self._parts(name).items()
+        }
         # The factors of llama3 rope are a part of the configuration; only llama has them.
         factors = self._tensors.pop(_ROPE_FREQS, None) if self.architecture == "llama" else None
         self._factors = None if factors is None else np.array(factors.data, np.float32)
+
+    def _parts(self, name: str) -> dict[str, Any]:
+        """Return a tensor by its name, or one with gates, then ups, as two by theirs."""
+        tensor, fused = self._tensors[name], "mlp.gate_up_proj"
+        count = int(tensor.shape[-1]) // 2  # rows, as GGUF lists the fastest dimension first
+        if fused not in name or tensor.shape[-1] != 2 * count:
+            return {name: tensor}
+        halves = {"mlp.gate_proj": slice(0, count), "mlp.up_proj": slice(count, None)}
+        return {
+            name.replace(fused, part): tensor._replace(
+                shape=np.array([*tensor.shape[:-1], count]),
+                n_elements=tensor.n_elements // 2,
+                n_bytes=tensor.n_bytes // 2,
+                data=tensor.data[rows],
+            )
+            for part, rows in halves.items()
+        }
 
     def _check_split(
         self, files: Sequence[Path], readers: Sequence[Any], num_tensors: int
@@ -319,6 +347,8 @@ class GGUFFile:
             return {"no_rope_layer_interval": 4}  # llama.cpp's, which has no setting for it
         if self.architecture == "seed_oss":
             return {"attention_out_bias": f"{layer}.o_proj.bias" in self._tensors}
+        if self.architecture == "glm4":
+            return {"partial_rotary_factor": self._size("rope.dimension_count") / head_dim}
         if self.architecture != "granite":
             return {}
         self._expect("rope.scaling.finetuned", (True,))  # there it says whether layers have rope
@@ -346,6 +376,7 @@ class GGUFFile:
         num_rows, width = _shape(embed)
         names = (name.split(".") for name in self._tensors if name.startswith("model.layers."))
         window = self._number("attention.sliding_window", context)
+        rotary_dims = range(2, head_dim + 1, 2) if self.architecture == "glm4" else [head_dim]
         neutral = _NEUTRAL | {"attention.scale": (0, head_dim**-0.5)}
         if self.architecture == "granite":
             neutral = {key: value for key, value in neutral.items() if key not in _SCALES}
@@ -355,7 +386,7 @@ class GGUFFile:
             "attention.value_length": (head_dim,),
             "block_count": (len({name[2] for name in names}),),  # before a loop over the layers
             "embedding_length": (width,),
-            "rope.dimension_count": (head_dim,),
+            "rope.dimension_count": (*rotary_dims,),
         }.items():
             self._expect(key, allowed)
         if len(self.vocabulary.tokens) > num_rows:

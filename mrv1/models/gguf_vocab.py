@@ -108,7 +108,8 @@ _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2_CUTS),
     **dict.fromkeys(_GPT2_NAMES, (_GPT2_WORDS,)),
     **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2_WORDS)),
-    "smaug-bpe": _LLAMA3_CUTS,  # SmolLM3's; a text begins with no BOS
+    # SmolLM3's and GLM-4's: a text begins with no BOS.
+    **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_CUTS),
     "seed-coder": (
         rf"(?i:{_CONTRACTIONS})|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
     ),

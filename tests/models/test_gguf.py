@@ -34,6 +34,7 @@ gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not inst
 ARCHITECTURE = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
+    "glm4": "glm4",
 }  # fmt: skip
 LAYERS = {"smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4}}
 """llama.cpp knows only models whose every fourth layer has no rope."""
@@ -68,7 +69,8 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    share = config.rope_parameters.get("partial_rotary_factor", 1)
+    writer.add_rope_dimension_count(int(config.head_dim * share))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_rope(writer, config)
     if name == "granite":
@@ -175,6 +177,7 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("granite", {"attention_bias": True, "mlp_bias": True}),
         ("granite", {"residual_multiplier": 0.22, "logits_scaling": 8.0}),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
+        ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.75}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
@@ -477,7 +480,7 @@ def test_another_family_is_refused(tmp_path):
     writer.close()
     message = (
         "general.architecture: expected one of llama, qwen2, qwen3, smollm3, granite, seed_oss, "
-        "got 'gemma2'"
+        "glm4, got 'gemma2'"
     )
     check_refused(tmp_path / "model.gguf", message)
 

@@ -139,6 +139,7 @@ OWN = {
     **{name: cut_by(expression) for name, expression in WORDS.items()},
     "llama3": cut_by(WORDS["llama-bpe"]),
     "smaug-bpe": cut_by(WORDS["llama-bpe"]),
+    "glm4": cut_by(WORDS["llama-bpe"]),
     "deepseek-r1-qwen": cut_by(WORDS["qwen2"]),
 }
 

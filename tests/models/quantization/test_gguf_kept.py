@@ -72,6 +72,8 @@ def mixed(name: str) -> str:
         ("Q5_K", "qwen2"),
         ("Q6_K", "llama"),
         (mixed, "qwen2"),
+        ("Q4_0", "granite"),
+        ("Q8_0", "glm4"),
     ],
 )
 def test_logits_equal_transformers(tmp_path, kind, family):
