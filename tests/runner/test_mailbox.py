@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, NUM_WORDS, Mailbox, mailbox_words
-from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
+from mrv1.runner.ranks.shared_memory import SharedMemory
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -90,8 +90,8 @@ def test_a_thread_that_spins_gets_all_codes():
 
 def test_processes_that_allocate_in_the_same_order_have_the_same_memory():
     """The file has no name, and neither side makes it shorter."""
-    owner = SharedHostMemory(os.memfd_create("test"), CPU)
-    other = SharedHostMemory(os.dup(owner.file_descriptor), CPU)
+    owner = SharedMemory(os.memfd_create("test"))
+    other = SharedMemory(os.dup(owner.fd))
     shapes = [(3, 5), (2, 70000), (1,)]
     first = [other.zeros(*shape) for shape in shapes[:2]]
     second = [owner.zeros(*shape) for shape in shapes]

@@ -26,7 +26,6 @@ from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
-from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.sampler import LogitsProcessors
 
@@ -103,7 +102,7 @@ def serve(connection: Connection, start: RankStart) -> None:
         meet=lambda: connection.send(None),
         timeout=start.timeout,
     )
-    memory = SharedHostMemory(start.memory, device)
+    memory = SharedMemory(start.memory, device)
     mailbox = Mailbox(memory.zeros(mailbox_words(size)))
     runner = ModelRunner(
         replace(start.config, device=str(device)),

@@ -167,9 +167,7 @@ class RankControl:
         """Write features that rank 0 shares to runs of rows of the feature buffer."""
         if self._shared is None:
             raise RuntimeError("write_features: expected shared memory, got none")
-        values = self._shared.bytes.view(dtype).view(shape)
-        self._runner.features.write(runs, values)
-        del values
+        self._runner.features.write(runs, self._shared.bytes.view(dtype).view(shape))
         self.attach(None)
 
     def set_listener(self) -> None:

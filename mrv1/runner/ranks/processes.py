@@ -35,7 +35,7 @@ from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
-from mrv1.runner.ranks.shared_host_memory import SharedHostMemory
+from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.ranks.watch import Watch
 
 TIMEOUT_SECONDS = 60.0
@@ -181,7 +181,7 @@ class Ranks:
         size = len(devices)
         store = open_store(0, size)
         self.links = Links(0, devices, store, meet=self.await_ready, timeout=TIMEOUT_SECONDS)
-        self.memory = SharedHostMemory(os.memfd_create("mrv1-ranks"), devices[0])
+        self.memory = SharedMemory(os.memfd_create("mrv1-ranks"), devices[0])
         """Where this rank writes uploads for the kernels of all."""
         self._mailbox = Mailbox(self.memory.zeros(mailbox_words(size)))
         self.failure: str | None = None
@@ -199,7 +199,7 @@ class Ranks:
                 head_policy=head_policy,
                 has_processors=has_processors,
                 port=store.port,
-                memory=self.memory.file_descriptor,
+                memory=self.memory.fd,
                 of_main_thread=threading.current_thread() is threading.main_thread(),
                 num_threads=num_threads,
                 timeout=TIMEOUT_SECONDS,
