@@ -235,6 +235,21 @@ def is_alive(pid: int) -> bool:
     return True
 
 
+def state_of(pid: int) -> str:
+    """Return the state of a process in Linux' letters: T = stopped; "" = there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def rank_start(memory: int, config: object) -> RankStart:
+    return RankStart(
+        rank=1, config=config, head_policy=None, has_processors=False, port=0, memory=memory,
+        num_threads=1, timeout=1.0,
+    )  # fmt: skip
+
+
 def pids_of(llm: LLM) -> list[int]:
     return [member.process.pid for member in llm.engine.runner._ranks._members]
 
@@ -324,14 +339,34 @@ def test_a_rank_that_is_told_nothing_does_not_start(checkpoint, monkeypatch):
         return processes_made[0]
 
     monkeypatch.setattr(subprocess, "Popen", made)
-    with open(os.devnull) as file:
-        start = RankStart(
-            rank=1, config=file, head_policy=None, has_processors=False, port=0,
-            memory=file.fileno(), of_main_thread=True, num_threads=1, timeout=1.0,
-        )  # fmt: skip
-        with pytest.raises(TypeError, match="cannot pickle"):
-            processes.Member.start(start)
+    with open(os.devnull) as file, pytest.raises(TypeError, match="cannot pickle"):
+        processes.Member.start(rank_start(file.fileno(), config=file))
     assert processes_made[0].returncode is not None
+
+
+def test_a_rank_that_is_stopped_before_it_has_torch_ends_with_its_parent(tmp_path, monkeypatch):
+    """The parent is a fork that is killed; in the place of torch the rank stops itself."""
+    told = tmp_path / "pid"
+    (tmp_path / "torch.py").write_text(
+        f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\nos.kill(os.getpid(), 19)\n"
+    )
+    paths = [str(tmp_path), str(Path(__file__).parents[2])]
+    monkeypatch.setattr(processes, "_python_path", lambda: os.pathsep.join(paths))
+
+    def start_and_die() -> None:
+        with open(os.devnull) as file:
+            processes.Member.start(rank_start(file.fileno(), config=None))
+        while not told.exists() or state_of(int(told.read_text() or 0)) != "T":
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(AssertionError) as caught:
+        in_forked_child(start_and_die)
+    assert "Traceback" not in str(caught.value)
+    deadline = time.monotonic() + 30
+    while is_alive(int(told.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_rank_that_hangs_at_the_start_ends_the_start(checkpoint, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -29,9 +28,6 @@ from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.sampler import LogitsProcessors
 
-PR_SET_PDEATHSIG = 1
-"""``prctl``: the signal at the parent's end, which ends a process that is stopped, too."""
-
 SPIN_SECONDS = 0.02
 """How long a rank on a GPU looks for the next message before it sleeps: longer than most steps.
 A rank on a CPU sleeps at once, as another may need its core."""
@@ -51,8 +47,6 @@ class RankStart:
     """Rank 0's store."""
     memory: int
     """File descriptor of the host memory that all ranks share."""
-    of_main_thread: bool
-    """Whether the thread that starts the rank lives as long as its process."""
     num_threads: int
     timeout: float
     """Seconds; see ``processes.TIMEOUT_SECONDS``."""
@@ -87,8 +81,6 @@ def _end_with_rank_0(file_descriptor: int) -> None:
 
 def serve(connection: Connection, start: RankStart) -> None:
     """Run a rank until rank 0 closes the connection, which raises EOFError."""
-    if start.of_main_thread:  # the signal comes at the thread's end, not at the process's
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(start.num_threads)
     size = start.config.tensor_parallel_size
     devices = rank_devices(start.config.device, size)

@@ -50,6 +50,9 @@ REPORT_SECONDS = 2.0
 STOP_SECONDS = 5.0
 """Longest wait for a rank to end by itself when the runner is closed."""
 
+_MAIN = str(Path(__file__).with_name("__main__.py"))
+"""Run as a file: the packages of a module, and torch, would be imported before it."""
+
 _START_ERRORS = {
     each.__name__: each for each in (CapacityError, ConfigError, UnsupportedDeviceError)
 }
@@ -69,9 +72,10 @@ class Member:
         """Start the process of a rank, which reads ``start`` and serves."""
         ours, theirs = Pipe()
         limit_sends(ours)
+        of_main_thread = ["main"] if threading.current_thread() is threading.main_thread() else []
         with theirs:  # closed here, so that the end of the process is the end of the connection
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mrv1.runner.ranks", str(theirs.fileno())],
+                [sys.executable, "-P", _MAIN, str(theirs.fileno()), *of_main_thread],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), start.memory),
                 start_new_session=True,  # the terminal's Ctrl-C is for rank 0 alone
@@ -200,7 +204,6 @@ class Ranks:
                 has_processors=has_processors,
                 port=store.port,
                 memory=self.memory.fd,
-                of_main_thread=threading.current_thread() is threading.main_thread(),
                 num_threads=num_threads,
                 timeout=TIMEOUT_SECONDS,
             )
