@@ -1,4 +1,7 @@
-"""The collectives of ranks, and the store by which they find each other."""
+"""The collectives of ranks, and the store by which they find each other.
+
+Gloo's and NCCL's have the same methods; each raises PeerError if another rank has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import socket
 import threading
 import weakref
 from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -53,32 +56,6 @@ def open_store(port: int, size: int) -> TCPStore:
 
 _TURN = timedelta(seconds=0.2)
 """Longest wait for gloo without a look for interrupts."""
-
-
-class Group(Protocol):
-    """The collectives of a rank; each raises PeerError if another rank has ended."""
-
-    @property
-    def name(self) -> str:
-        """What connects the ranks."""
-
-    def connect(self, store: TCPStore) -> None:
-        """Connect to the other ranks, which all have to call this."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the ranks, which replaces ``tensor``."""
-
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensors of all ranks, one behind the other along the last dimension."""
-
-    def abort(self) -> None:
-        """End the kernels that wait for another rank; no collective works afterwards."""
-
-    def close(self) -> None:
-        """Close the connections; no CUDA graph that captured a collective may be left."""
-
-    def leave(self) -> None:
-        """Leave the connections to the parent of this process, a forked child."""
 
 
 class Gloo:

@@ -11,7 +11,7 @@ from mrv1.device import check_peers
 from mrv1.forks import keep_for_ever
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
-from mrv1.runner.ranks.groups import Gloo, Group, Nccl
+from mrv1.runner.ranks.groups import Gloo, Nccl
 from mrv1.runner.ranks.symmetric_memory import SymmetricMemory
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Links:
         device, size = devices[rank], len(devices)
         self._store: TCPStore | None = store
         self._meet = meet
-        self.group: Group
+        self.group: Gloo | Nccl
         self.memory: SymmetricMemory | None = None
         """None = the ranks are on a CPU, and have the collectives alone."""
         if device.type == "cpu":

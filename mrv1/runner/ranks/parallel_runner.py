@@ -19,16 +19,16 @@ from mrv1.device import rank_devices
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
-from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
+from mrv1.models import DecoderModel, ModelConfig, NamedTensors
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
 from mrv1.runner.ranks.control import Controls
-from mrv1.runner.ranks.groups import Gloo
 from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
+from mrv1.runner.stand_in_ranks import stand_in_rank
 from mrv1.runner.step import StepPlan
 from mrv1.sampler import LogitsProcessor
 
@@ -61,10 +61,9 @@ class ParallelRunner(ModelRunner):
             raise ConfigError(f"model: expected none with tensor_parallel_size={size}, got one")
         devices = rank_devices(config.device, size)
         config = replace(config, model=str(checkpoint_dir(config.model, progress=progress)))
-        unlinked = Gloo(0, size, timeout=0.0)  # a context of several ranks has collectives
-        ParallelContext(
-            size=size, all_reduce=unlinked.all_reduce, all_gather=unlinked.all_gather
-        ).shard(ModelConfig.from_pretrained(config.model), deterministic=config.deterministic)
+        stand_in_rank(0, size, devices[0], has_peers=False).shard(
+            ModelConfig.from_pretrained(config.model), deterministic=config.deterministic
+        )
         self._ranks = Ranks(config, head_policy, devices, has_processors=bool(logits_processors))
         self._controls = Controls(self, self._ranks, self._end)
         try:
