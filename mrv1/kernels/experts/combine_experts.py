@@ -14,10 +14,10 @@ import torch
 
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.arithmetic import next_power_of_2
-from mrv1.kernels._base.checks import check_launchable
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.experts.contracts import check_combination, check_float
+from mrv1.kernels.experts.contracts import check_combination
 from mrv1.kernels.layers.linear_call import normed
 from mrv1.kernels.layers.norm import inverse_rms
 
@@ -139,7 +139,7 @@ def combine_experts(
         depend on other tokens. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
-    check_float("products", products)
+    check_tensor("products", products, dtype=FLOAT_DTYPES)
     num_tokens, num_cols, dtype = check_combination(
         products, topk_weights, residual, out, norm_weight, normed_out
     )

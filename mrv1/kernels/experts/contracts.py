@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
+from mrv1.kernels._base.checks import check_tensor
 from mrv1.kernels.layers.sum_order import check_leaves
 
 ExpertScores = Literal["softmax", "sigmoid"]
@@ -188,8 +188,3 @@ def check_combination(
     if norm_weight is not None:
         check("norm_weight", norm_weight, shape=(num_cols,), contiguous=True)
     return num_tokens, num_cols, dtype
-
-
-def check_float(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless a kernel takes the tensor's dtype."""
-    check_tensor(name, tensor, dtype=FLOAT_DTYPES)

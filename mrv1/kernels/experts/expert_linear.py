@@ -29,10 +29,10 @@ import torch
 from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
-from mrv1.kernels._base.checks import check_launchable
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.experts.contracts import check_expert_linear, check_float
+from mrv1.kernels.experts.contracts import check_expert_linear
 from mrv1.kernels.experts.sort_pairs import sort_pairs
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.kernels.layers.silu import silu
@@ -383,7 +383,7 @@ def expert_linear(
     Stream: current stream, no synchronisation, CUDA-graph safe; the host knows no counts. Two
         launches with more than 256 pairs, or if deterministic, else one.
     """
-    check_float("x", x)
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
     is_gated = activation is not None
     if activation not in (None, "silu_and_mul"):
         raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")

@@ -28,10 +28,10 @@ import torch
 
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
-from mrv1.kernels._base.checks import check_launchable
+from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.experts.contracts import Routing, check_float, check_routing
+from mrv1.kernels.experts.contracts import Routing, check_routing
 
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -275,7 +275,7 @@ def route_experts(
     Stream: two launches on the current stream, no synchronisation, CUDA-graph safe. Allocates up
         to 32 bytes per token and expert.
     """
-    check_float("x", x)
+    check_tensor("x", x, dtype=FLOAT_DTYPES)
     check_routing(x, weight, routing, bias, slot_mapping)
     check_launchable("x", x)
     num_tokens, num_in = x.shape
