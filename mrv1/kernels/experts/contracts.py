@@ -143,10 +143,9 @@ def check_expert_linear(
                 f"{weight.shape[2]}, got {weight.stride(0)}"
             )
     if out is not None:
-        shape, dtype = (num_pairs, num_out), x.dtype
-        if leaves is not None:
-            shape, dtype = (leaves, *shape), torch.promote_types(dtype, torch.float32)
-        check("out", out, shape=shape, dtype=dtype, contiguous=True)
+        of_leaves = () if leaves is None else (leaves,)
+        dtype = x.dtype if leaves is None else torch.promote_types(x.dtype, torch.float32)
+        check("out", out, shape=(*of_leaves, num_pairs, num_out), dtype=dtype, contiguous=True)
     return num_pairs, num_out
 
 

@@ -101,8 +101,8 @@ def expert_linear(
 
 def _leaves_together(parts: torch.Tensor, leaves: int) -> torch.Tensor:
     """Return [rows, experts, in] with each leaf of all experts' inputs divided among them."""
-    num_experts = parts.shape[1]
-    return parts.flatten(1).unflatten(1, (leaves, num_experts, -1)).movedim(2, 1).flatten(2)
+    together: torch.Tensor = parts.flatten(1).unflatten(1, (leaves, parts.shape[1], -1))
+    return together.movedim(2, 1).flatten(2)
 
 
 def _leaf_products(
