@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from transformers import GPT2Config, MistralConfig, PretrainedConfig, Qwen2Confi
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from mrv1.errors import ConfigError
-from mrv1.models import ModelConfig, architectures
+from mrv1.models import ModelConfig, RopeConfig, architectures
 from mrv1.models.architectures import MISSING
 from mrv1.models.hf_config import model_fields
+from mrv1.models.rope import attention_factor
 from tests.models.families import FAMILIES, ROPES, SLIDING, tiny_config
 
 ARCHITECTURES = {
@@ -256,6 +259,36 @@ def test_yarn_extends_the_context_and_linear_rope_does_not(
 ) -> None:
     config = tiny_config("qwen2", rope, max_position_embeddings=max_position_embeddings)
     assert ModelConfig.from_hf(config).max_model_len == expected
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e6},
+        {"rope_scaling": {"type": "yarn"}, "rope_theta": 1e6},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+    ],
+)
+@pytest.mark.parametrize("factor", [None, 1.5])
+def test_qwen3_takes_yarn_as_its_page_says(
+    tmp_path: Path, setting: dict[str, Any], factor: float | None
+) -> None:
+    """Four times the context, in the spelling of any version; with the factor of cos and sin."""
+    content = tiny_config("qwen3", max_position_embeddings=40960).to_dict()
+    del content["rope_parameters"]
+    content |= copy.deepcopy(setting) | {"architectures": ["Qwen3ForCausalLM"]}
+    rope = content.get("rope_scaling") or content["rope_parameters"]
+    rope |= {"factor": 4.0, "original_max_position_embeddings": 32768}
+    rope |= {} if factor is None else {"attention_factor": factor}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert config.max_model_len == 131072
+    assert config.rope == RopeConfig(
+        rope_type="yarn", theta=1e6, rotary_dim=32, factor=4.0,
+        original_max_position_embeddings=32768, attention_factor=factor,
+    )  # fmt: skip
+    expected = 0.1 * math.log(4) + 1 if factor is None else factor
+    assert attention_factor(config.rope) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
