@@ -37,6 +37,7 @@ FAMILY_NAMES = {
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3",
     "Gemma2ForCausalLM": "Gemma-2",
+    "Gemma3ForCausalLM": "Gemma-3",
     "Olmo2ForCausalLM": "OLMo-2",
     "Olmo3ForCausalLM": "OLMo-3",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",

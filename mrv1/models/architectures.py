@@ -61,9 +61,9 @@ class Architecture:
     """Whether ``rope_parameters`` has one rope for layers with a window and one for the others."""
     has_multipliers: bool = False
     """Whether settings scale embeddings, attention's scores, what layers add, and logits."""
-    has_soft_caps: bool = False
-    """Whether settings scale and cap attention's scores and cap logits, as Gemma's do, which also
-    multiplies embeddings by the root of the hidden size."""
+    soft_caps: Literal["none", "logits", "scores_and_logits"] = "none"
+    """What Gemma's settings cap. With any, a setting scales attention's scores, and embeddings are
+    multiplied by the root of the hidden size."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: Literal["none", "sections", "interleaved"] = "none"
@@ -245,7 +245,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         activation="gelu_tanh_and_mul",
         norm_order="both",
         norms_add_one=True,
-        has_soft_caps=True,
+        soft_caps="scores_and_logits",
+        windows="layer_types",
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        model_type="gemma3_text",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        activation="gelu_tanh_and_mul",
+        norm_order="both",
+        norms_add_one=True,
+        qk_norm="head",
+        soft_caps="logits",
+        has_window_rope=True,
         windows="layer_types",
     ),
     "Phi3ForCausalLM": Architecture(
@@ -339,6 +351,7 @@ MISSING: dict[str, tuple[str, ...]] = {
         "bart", "longt5", "mbart", "mt5", "pegasus", "switch_transformers",
         "t5", "t5gemma", "umt5", "whisper",
     ),
+    "bidirectional attention over images": ("gemma3", "gemma3n", "gemma4"),
     "queries scaled by their position": ("llama4", "llama4_text", "ministral3", "mistral3"),
 }  # fmt: skip
 """What mrv1 lacks, and the models that need it: ``model_type`` or GGUF's architecture."""

@@ -190,8 +190,8 @@ def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # n
 
 def _multipliers(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN401
     """Return the fields that scale and cap, of a family that has settings for them."""
-    if family.has_soft_caps:
-        return _soft_caps(hf)
+    if family.soft_caps != "none":
+        return _soft_caps(hf, family)
     if not family.has_multipliers:
         return {}
     names = (
@@ -210,11 +210,16 @@ def _multipliers(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN4
     }
 
 
-def _soft_caps(hf: Any) -> dict[str, Any]:  # noqa: ANN401
+def _soft_caps(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN401
     """Return the fields that scale and cap in Gemma."""
     caps = {name: getattr(hf, name) for name in _CAPS}
     given = {name: cap for name, cap in caps.items() if cap is not None}
     problems = not_positive(given | {"query_pre_attn_scalar": hf.query_pre_attn_scalar})
+    if family.soft_caps == "logits" and hf.attn_logit_softcapping is not None:
+        problems.append(  # Gemma-3's attention in transformers does not use it
+            "attn_logit_softcapping: expected none, as the family's attention has no soft cap, "
+            f"got {hf.attn_logit_softcapping!r}"
+        )
     if hf.use_bidirectional_attention:
         problems.append(
             "use_bidirectional_attention: expected false, got "

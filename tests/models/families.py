@@ -12,6 +12,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Gemma2Config,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -64,6 +65,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "olmo3": Olmo3Config,
     "phi3": Phi3Config,
     "gemma2": Gemma2Config,
+    "gemma3_text": Gemma3TextConfig,
 }
 """Configuration class by family name."""
 
@@ -123,12 +125,13 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 """Settings of a family's experts; each has a layer with them, and all but two a dense one."""
 
-WINDOW_ROPES = ("olmo3",)
+WINDOW_ROPES = ("olmo3", "gemma3_text")
 """Families with another rope in layers with a window."""
 WINDOW_ROPE = {"rope_type": "default", "rope_theta": 700.0}
 """That of their tiny configurations."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 24},
     "granitemoehybrid": {
         "shared_intermediate_size": 96, "intermediate_size": 8, "num_local_experts": 0,
         "mamba_n_heads": 16, "layer_types": ["attention"], "position_embedding_type": "rope",
@@ -222,6 +225,17 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "query_pre_attn_scalar": 100,
         },
     ],
+    "gemma3_text": [
+        {
+            "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9, "query_pre_attn_scalar": 5, "final_logit_softcapping": 7.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ],
     "olmo3": [
         {
             "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
@@ -237,6 +251,10 @@ ODD: dict[str, list[dict[str, Any]]] = {
 """Every setting of a family that changes what it computes, with another value than usual."""
 
 SLIDING: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+    },
     "gemma2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "phi3": {"sliding_window": 24},
     "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},

@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "olmo2": "Olmo2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
 }
 QK_NORMS = {
@@ -51,6 +52,7 @@ QK_NORMS = {
     "glm4_moe": "head",
     "olmo2": "vector",
     "olmo3": "vector",
+    "gemma3_text": "head",
 }
 
 
@@ -91,6 +93,7 @@ WITHOUT_EFFECT = {
     # transformers makes other settings of them: layer_types, sliding_window, no_rope_layers, and
     # rope_parameters
     *("max_window_layers", "use_sliding_window", "no_rope_layer_interval"),
+    "_sliding_window_pattern",
     *("partial_rotary_factor", "original_max_position_embeddings"),
     "num_local_experts",  # another name of num_experts
 }
@@ -329,6 +332,31 @@ def test_config_files_of_older_transformers_are_read(tmp_path: Path) -> None:
         4.0,
     )
     assert config.torch_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: expected a number >"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping: expected a numb"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: expected a number > 0"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation: expected 'gelu_pytorch_tan"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: expected"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: expected none"),
+    ],
+)
+def test_settings_of_gemma_that_cannot_be_are_refused(
+    family: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(tiny_config(family, **settings))
+
+
+def test_gemma_3_with_images_names_what_it_needs(tmp_path: Path) -> None:
+    content = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="it needs bidirectional attention over images, which"):
+        ModelConfig.from_pretrained(tmp_path)
 
 
 def test_a_config_object_of_an_unsupported_architecture_is_refused() -> None:

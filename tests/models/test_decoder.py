@@ -40,7 +40,7 @@ def run(model: DecoderModel, chunk: int | None = None, **settings: int) -> torch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "ernie4_5", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "ernie4_5", "gemma2", "gemma3_text"])
 def test_half_precision_errs_no_more_than_transformers(
     family: str, dtype: torch.dtype, device: torch.device
 ) -> None:
