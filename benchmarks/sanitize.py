@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -38,6 +39,7 @@ from mrv1.kernels import (
     KVScales,
     PrefillSplits,
     QKNorm,
+    QuantizedWeight,
     Rope,
     Routing,
     reference,
@@ -289,6 +291,35 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
                 normed_out=normed, prefetch=weight, deterministic=deterministic,
             )  # fmt: skip
             yield normed
+    for quantized in _quantized(device):
+        for num_tokens in (1, 5, 33, 70):
+            x = _normal(num_tokens, quantized.num_in, device=device).to(torch.bfloat16)
+            for activation in (None, "silu_and_mul"):
+                yield ops.linear(x, quantized, activation=activation)
+
+
+def _quantized(device: torch.device) -> Iterator[QuantizedWeight]:
+    """Yield weights whose scales multiply results, sums and weights; some with zero points."""
+    codes = torch.arange(72 * 512, device=device).remainder(251).to(torch.uint8).view(72, 512)
+    scales = _normal(72, 8, device=device).abs() / 256
+    zeros = torch.full((72, 8), 7, dtype=torch.uint8, device=device)
+    order = torch.arange(1023, -1, -1, dtype=torch.int32, device=device)
+    new = partial(QuantizedWeight, codes=codes, dtype=torch.bfloat16)
+    yield new(code="int4", scales=scales[:, :1].contiguous())
+    yield new(code="int4", scales=scales, inputs_per_scale=128)
+    yield new(code="uint4", scales=scales, zeros=zeros, order=order, inputs_per_scale=128)
+    exponents = torch.full((72, 32), 119, dtype=torch.uint8, device=device)
+    yield new(code="e2m1", scales=exponents, inputs_per_scale=32)
+    heads = torch.ones(72, 2, 18, dtype=torch.uint8, device=device)
+    yield new(code="q6_k", codes=codes[:, :256].contiguous(), high=codes[:, 256:384].contiguous(),
+              heads=heads)  # fmt: skip
+    e4m3 = (codes & 119).view(torch.float8_e4m3fn)
+    yield new(code="e4m3", codes=e4m3, scales=scales[:, :1].contiguous())
+
+
+def _dequantize(ops: ModuleType, device: torch.device) -> Outputs:
+    for weight in _quantized(device):
+        yield ops.dequantize(weight)
 
 
 def _all_reduce_norm(ops: ModuleType, device: torch.device) -> Outputs:
@@ -459,7 +490,7 @@ OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
         _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope, _apply_token_bitmask,
-        _combine_experts, _copy_pages, _edit_logits, _embed_tokens, _expert_linear,
+        _combine_experts, _copy_pages, _dequantize, _edit_logits, _embed_tokens, _expert_linear,
         _fetch_upload, _gather_tokens, _gelu_tanh_and_mul, _kv_cache_write, _linear, _merge_states,
         _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
         _post_update, _qkv_cache_write, _rms_norm, _route_experts, _sample_tokens,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
     from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.all_reduce_norm import all_reduce_norm as all_reduce_norm
+    from mrv1.kernels.layers.dequantize import dequantize as dequantize
     from mrv1.kernels.layers.embed_tokens import embed_tokens as embed_tokens
     from mrv1.kernels.layers.linear import linear as linear
     from mrv1.kernels.layers.rms_norm import rms_norm as rms_norm
@@ -70,6 +71,7 @@ class Ops:
     apply_token_bitmask = _op(reference.apply_token_bitmask, "sampling.edit_logits")
     combine_experts = _op(reference.combine_experts, "experts.combine_experts")
     copy_pages = _op(reference.copy_pages, "cache.copy_pages")
+    dequantize = _op(reference.dequantize, "layers.dequantize")
     edit_logits = _op(reference.edit_logits, "sampling.edit_logits")
     embed_tokens = _op(reference.embed_tokens, "layers.embed_tokens")
     expert_linear = _op(reference.expert_linear, "experts.expert_linear")

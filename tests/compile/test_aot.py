@@ -20,6 +20,7 @@ GROUPS = {
     "attention": 6,
     "decode": 3,
     "linear": 3,
+    "quantized": 4,
     "experts": 1,
     "elementwise edit_logits": 1,
     "pages qkv quarter": 2,

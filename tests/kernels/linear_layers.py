@@ -111,6 +111,7 @@ def assert_linear_in_budget(
     normed_out=None,
     *,
     by_library=False,
+    spread=0,
 ):
     """Fail unless ``got`` errs by no more than its roundings explain.
 
@@ -119,13 +120,14 @@ def assert_linear_in_budget(
     rounding; the library's gate and up) err like independent errors of the terms. The activation
     and one rounding of the result follow. The library may also round a product before it adds bias
     and residual, and round the parts of a sum (torch's allow_*_reduced_precision_reduction).
+    ``spread`` is how far products of other weights may be from those of ``weight``.
     """
     small, tiny = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
-    spread = torch.zeros((), dtype=torch.float64, device=x.device)
+    spread = torch.as_tensor(spread, dtype=torch.float64, device=x.device)
     if norm_weight is not None:
         x = reference.rms_norm(x, norm_weight, eps)
     if norm_weight is not None or by_library:
-        spread = 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
+        spread = spread + 4 * small * (x.double().square() @ weight.double().square().T).sqrt()
     exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T + exact.abs()
     budget = (8 + x.shape[1] / 16) * tiny * magnitude + spread

@@ -9,6 +9,7 @@ Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
 
 from __future__ import annotations
 
+from mrv1.kernels._base.e4m3 import e4m3_pairs, e4m3_values
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache import formats
 
@@ -47,18 +48,7 @@ def to_codes(x, CODEC: tl.constexpr):
 @triton.jit
 def to_values(code, CODEC: tl.constexpr):
     """Return the values of codes in fp16, which represents every value exactly."""
-    if CODEC == E4M3_HARDWARE:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    else:
-        bits = code.to(tl.uint16)
-        magnitude = bits & 0x7F
-        # As fp16 bits, a code's exponent and mantissa mean value / 2^8, also for subnormals.
-        small = ((bits & 0x80) << 8) | (magnitude << 7)
-        value = small.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
-        value = value.to(tl.float16).to(tl.uint16, bitcast=True)
-        value = tl.where(magnitude == 0x7F, 0x7E00, value).to(tl.uint16)
-        value = value.to(tl.float16, bitcast=True)
-    return value
+    return e4m3_values(code, CODEC == E4M3_HARDWARE)
 
 
 @triton.jit
@@ -143,39 +133,8 @@ def product_query(q):
 
 @triton.jit
 def decode_pairs(codes, CODEC: tl.constexpr):
-    """Return the values of the low and of the high code in each int16, in fp16, exactly.
-
-    As pairs in 16-bit elements, codes are moved, transposed and passed to the tensor cores like
-    any 16-bit type; single bytes would have to be shuffled into place one by one.
-    """
-    if CODEC == E4M3_INTEGER:
-        low = _decode_high_byte(codes << 8)
-        high = _decode_high_byte(codes)
-    elif INTERPRETED:
-        low = to_values((codes & 0xFF).to(tl.uint8), CODEC)
-        high = to_values(((codes >> 8) & 0xFF).to(tl.uint8), CODEC)
-    else:  # a shuffle and two conversions per four codes; Triton's own casts need twice that
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 sorted;
-            .reg .b16 low, high;
-            prmt.b32 sorted, $2, 0, 0x3120;
-            mov.b32 {low, high}, sorted;
-            cvt.rn.f16x2.e4m3x2 $0, low;
-            cvt.rn.f16x2.e4m3x2 $1, high;
-            }""",
-            "=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    return low, high
-
-
-@triton.jit
-def _decode_high_byte(codes):
-    """Return the value of the high byte's code, which as fp16 bits reads value / 2^8."""
-    magnitude = codes & 0x7F00
-    small = ((codes & -0x8000) | (magnitude >> 1)).to(tl.int16).to(tl.float16, bitcast=True)
-    value = (small * 256.0).to(tl.float16)
-    return tl.where(magnitude == 0x7F00, float("nan"), value)
+    """Return the values of the low and of the high code in each int16, in fp16, exactly."""
+    return e4m3_pairs(codes, CODEC == E4M3_HARDWARE)
 
 
 @triton.jit

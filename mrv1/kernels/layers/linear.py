@@ -10,6 +10,9 @@ A decode step multiplies few rows by weights that are read once: it takes as lon
 weights. Where launches overlap (``dependent_launch``) a program starts to load weights before it
 waits for the previous kernel.
 
+A quantized weight is multiplied by ``linear_codes`` if there are few tokens, else it is widened
+first (``dequantize``) and then a matrix like any other.
+
 ``linear_vector`` computes one token, ``linear_registers`` up to 64 tokens if a GPU's registers
 hold the weights, the vendor's library most other calls with more than MOST_TOKENS tokens (norms
 and activation in kernels of their own), and ``linear_tiles`` the rest. Where several programs
@@ -23,6 +26,7 @@ which a GPU must round alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -32,7 +36,14 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
 from mrv1.kernels.layers.contracts import GATES, Activation, check_norm_weight
+from mrv1.kernels.layers.dequantize import check_multiplied, widened
 from mrv1.kernels.layers.linear_call import LinearCall
+from mrv1.kernels.layers.linear_codes import (
+    MOST_NORMED,
+    codes_config,
+    multiplies_codes,
+    multiply_codes,
+)
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
 from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
@@ -82,7 +93,8 @@ def linear(
         x: ``[tokens, in]`` float32 | float16 | bfloat16, unit last stride.
         weight: ``[out, in]``, x's dtype, contiguous; in, out >= 1. Read before earlier launches
             have ended: none that may still run may write it, ``bias`` or a norm's weight.
-            A ``QuantizedWeight`` of x's dtype is multiplied as its ``dense`` matrix.
+            Or a contiguous ``QuantizedWeight`` of x's dtype; in and, unless they are all, inputs
+            per scale are multiples of the codes in 16 bits.
         bias: ``[out]``, x's dtype, contiguous.
         norm_weight: ``[in]``, x's dtype or float32, contiguous: weight of an RMS norm over each
             row of x.
@@ -117,12 +129,14 @@ def linear(
         rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
         deterministic), the two inputs of an activation are rounded to the dtype, and a product may
         be rounded to it before a bias or a residual is added: where it splits the inputs, it may
-        sum the splits in the dtype. Tier B.
+        sum the splits in the dtype. Of a quantized weight up to 64 16-bit tokens are multiplied by
+        codes: scales of groups of at least 64 bytes of codes multiply sums, and the norm of one
+        token multiplies by its weight, rounds, and scales the result; other scales multiply
+        weights, which are rounded once, as are those of more tokens and of deterministic calls.
+        Inputs are not quantized. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
-    if isinstance(weight, QuantizedWeight):
-        weight = weight.dense()
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
     added = (bias, norm_weight, residual, activation, normed_out)
@@ -133,11 +147,14 @@ def linear(
     if x.shape[0] == 0:
         return out
     is_vector = x.shape[0] == 1 and not deterministic
-    if norm_weight is not None and not is_vector:
+    quantized = weight if isinstance(weight, QuantizedWeight) else None
+    if norm_weight is not None and not (is_vector and _norms_itself(x, quantized)):
         x, norm_weight = rms_norm(x, norm_weight, eps), None
+    if quantized is not None and quantized.order is not None:
+        x = x.index_select(1, quantized.order)
     call = LinearCall(
         x=x,
-        weight=weight,
+        weight=weight.codes if isinstance(weight, QuantizedWeight) else weight,
         bias=bias,
         norm_weight=norm_weight,
         eps=eps,
@@ -151,7 +168,12 @@ def linear(
         keeps_splits=keep_splits,
     )
     sums = None
-    if is_vector:
+    config_of_codes = None if quantized is None else codes_config(call, quantized)
+    if quantized is not None and config_of_codes is None:
+        call = replace(call, weight=widened(quantized))
+    if quantized is not None and config_of_codes is not None:
+        sums = multiply_codes(call, quantized, config_of_codes)
+    elif is_vector:
         multiply_vector(call, _vector_config(call))
     elif (config := _register_config(call)) is not None:
         sums = multiply_in_registers(call, config)
@@ -174,6 +196,13 @@ def linear(
     elif normed_out is not None and out_norm_weight is not None:
         rms_norm(out, out_norm_weight, eps, out=normed_out)
     return out
+
+
+def _norms_itself(x: torch.Tensor, weight: QuantizedWeight | None) -> bool:
+    """Say whether the kernel of one token norms it."""
+    if weight is None:
+        return True
+    return weight.order is None and multiplies_codes(weight) and x.shape[1] <= MOST_NORMED
 
 
 def _vector_config(call: LinearCall) -> VectorConfig:
@@ -262,7 +291,7 @@ def _multiply_by_library(call: LinearCall) -> None:
 
 def _check(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     residual: torch.Tensor | None,
@@ -274,9 +303,14 @@ def _check(
     check_launchable("x", x)
     num_tokens, num_in = x.shape
     check = partial(check_tensor, dtype=x.dtype, device=x.device)
-    check("weight", weight, shape=(None, num_in), contiguous=True)
-    if weight.numel() == 0:
-        raise ValueError(f"weight: expected at least one row and column, got {list(weight.shape)}")
+    if isinstance(weight, QuantizedWeight):
+        _check_quantized(weight, x)
+    else:
+        check("weight", weight, shape=(None, num_in), contiguous=True)
+        if 0 in weight.shape:
+            raise ValueError(
+                f"weight: expected at least one row and column, got {list(weight.shape)}"
+            )
     num_rows = weight.shape[0]
     if bias is not None:
         check("bias", bias, shape=(num_rows,), contiguous=True)
@@ -295,6 +329,15 @@ def _check(
     if out is not None:
         check("out", out, shape=shape, dtype=(x.dtype, torch.float32), unit_last_stride=True)
     return shape[1]
+
+
+def _check_quantized(weight: QuantizedWeight, x: torch.Tensor) -> None:
+    """Raise unless a quantized weight, correct in itself, fits x and the kernels."""
+    if weight.num_in != x.shape[1]:
+        raise ValueError(f"weight: expected {x.shape[1]} inputs, got {weight.num_in}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected codes of {x.dtype} values, got {weight.dtype}")
+    check_multiplied(weight, x.device)
 
 
 def _check_what_follows(

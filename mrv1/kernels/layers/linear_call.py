@@ -17,6 +17,7 @@ class LinearCall:
 
     x: torch.Tensor
     weight: torch.Tensor
+    """Of a quantized weight its codes, until it is widened."""
     bias: torch.Tensor | None
     norm_weight: torch.Tensor | None
     eps: float

@@ -20,6 +20,13 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.lanes import (
+    as_operand,
+    lane_rows,
+    load_lanes,
+    sum_in_order,
+    sum_of_warps,
+)
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
 from mrv1.kernels.layers.silu import gated
@@ -154,86 +161,6 @@ class RegisterConfig:
         )
 
 
-@triton.jit
-def _lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Return [ROWS * WARPS, 1]: the row of each line of a tile, see _load_lanes."""
-    line = tl.arange(0, ROWS * WARPS)[:, None]
-    return line // (8 * WARPS) * 8 + line % 8
-
-
-@triton.jit
-def _load_lanes(
-    rows,
-    first,
-    END: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    WARP_IN: tl.constexpr,
-    NUM_COLS: tl.constexpr,
-):
-    """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from column ``first`` on.
-
-    Eight lines are eight rows of one warp; the next eight are the same rows of the next warp,
-    WARP_IN columns on. ``rows`` points to each line's row; END None = no column is past the end.
-    Columns of a line from NUM_COLS on are zeros.
-    """
-    warp = tl.arange(0, ROWS * WARPS)[:, None] // 8 % WARPS
-    col_of_line = tl.arange(0, 32)[None, :]
-    col = first + warp * WARP_IN + col_of_line
-    mask = rows.is_row & (col < END) if END is not None else rows.is_row
-    if NUM_COLS < 32:
-        mask = mask & (col_of_line < NUM_COLS)
-    return tl.load(rows.ptr + col, mask=mask, other=0.0)
-
-
-@triton.jit
-def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr, IN_ORDER: tl.constexpr):
-    """Return the lines of _load_lanes as [WARPS, ROWS, 32], columns in the tensor cores' order.
-
-    A lane has eight columns. The tensor cores take sixteen at once and expect four from a lane:
-    two neighbours, and the two that follow eight columns later. The sixteen are a half of each
-    lane's columns; IN_ORDER the line's first or last sixteen, so lanes exchange halves.
-    """
-    if IN_ORDER:
-        lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 2, 2, 2, 2, 2])
-        lines = tl.permute(lines, (1, 0, 2, 3, 6, 5, 4, 7))
-    else:
-        lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 4, 2, 2, 2])
-        lines = tl.permute(lines, (1, 0, 2, 4, 5, 3, 6))
-    return tl.reshape(lines, [WARPS, ROWS, 32])
-
-
-@triton.jit
-def _sum_in_order(y, WARPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return [ROWS, TOKENS], the sum of [WARPS, ROWS, TOKENS] from the first warp to the last."""
-    y = tl.reshape(tl.permute(y, (1, 2, 0)), [ROWS, TOKENS, WARPS // 4, 2, 2])
-    even, odd = tl.split(y)
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    if WARPS == 8:
-        first, fifth = tl.split(first)
-        second, sixth = tl.split(second)
-        third, seventh = tl.split(third)
-        fourth, eighth = tl.split(fourth)
-        y = first + second + third + fourth + fifth + sixth + seventh + eighth
-    else:
-        y = first + second + third + fourth
-    return tl.reshape(y, [ROWS, TOKENS])
-
-
-@triton.jit
-def _sum_of_warps(y, WARPS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """Return [ROWS, TOKENS], the sum of [WARPS, ROWS, TOKENS] over warps, neighbours first."""
-    y = tl.reshape(tl.permute(y, (1, 2, 0)), [ROWS, TOKENS, WARPS // 4, 2, 2])
-    first, second = tl.split(y)
-    first, second = tl.split(first + second)
-    y = first + second
-    if WARPS == 8:
-        first, second = tl.split(y)
-        y = first + second
-    return tl.reshape(y, [ROWS, TOKENS])
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_out", "prefetch_bytes", "prefetch_warp_bytes"])
 def _linear_registers_kernel(
     out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
@@ -283,7 +210,7 @@ def _linear_registers_kernel(
     first_out = first_out.to(tl.int64) * (ROW_TILES * TILE_OUT)
     first_in = split * SPLIT_IN
 
-    tile_row = _lane_rows(TILE_ROWS, WARPS)
+    tile_row = lane_rows(TILE_ROWS, WARPS)
     weights = ()
     for tile in tl.static_range(ROW_TILES):
         row = first_out + tile * TILE_OUT + tile_row % TILE_OUT
@@ -291,7 +218,7 @@ def _linear_registers_kernel(
         row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
         rows = Rows(weight_ptr + row * IN, is_row)
         for step in tl.static_range(NUM_STEPS):
-            lines = _load_lanes(
+            lines = load_lanes(
                 rows, first_in + step * STEP, END, TILE_ROWS, WARPS, WARP_IN, LINE_IN - step * 32
             )
             weights += (lines,)  # type: ignore[assignment]
@@ -299,12 +226,12 @@ def _linear_registers_kernel(
     let_next_start(OVERLAP and NEXT_START == 1)
 
     for token_step in tl.static_range(TOKEN_TILES):
-        token = first_token + _lane_rows(TILE_TOKENS, WARPS)
+        token = first_token + lane_rows(TILE_TOKENS, WARPS)
         is_token = token < num_tokens
         tokens = Rows(x_ptr + token * stride_x_token, is_token)
         xs = ()
         for step in tl.static_range(NUM_STEPS):
-            lines = _load_lanes(
+            lines = load_lanes(
                 tokens,
                 first_in + step * STEP,
                 END,
@@ -324,13 +251,13 @@ def _linear_registers_kernel(
             y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
             for step in tl.static_range(NUM_STEPS):
                 lines = weights[tile * NUM_STEPS + step]
-                weight = _as_operand(lines, TILE_ROWS, WARPS, IN_ORDER)
-                x = _as_operand(xs[step], TILE_TOKENS, WARPS, IN_ORDER)
+                weight = as_operand(lines, TILE_ROWS, WARPS, IN_ORDER)
+                x = as_operand(xs[step], TILE_TOKENS, WARPS, IN_ORDER)
                 y = tl.dot(weight, tl.permute(x, (0, 2, 1)), y)
             if IN_TREE:
-                y = _sum_of_warps(y, WARPS, TILE_ROWS, TILE_TOKENS)
+                y = sum_of_warps(y, WARPS, TILE_ROWS, TILE_TOKENS)
             else:
-                y = _sum_in_order(y, WARPS, TILE_ROWS, TILE_TOKENS)
+                y = sum_in_order(y, WARPS, TILE_ROWS, TILE_TOKENS)
             let_next_start(OVERLAP and NEXT_START == 2 and tile == 0)
             col = first_out + tile * TILE_OUT + tl.arange(0, TILE_OUT)[:, None]
             is_out = col < num_out

@@ -30,6 +30,8 @@ CodeName = Literal["e4m3", "int8", "int4", "uint4", "e2m1", "q4_k", "q5_k", "q6_
 Activations = Literal["token", "tensor"]
 """How a checkpoint quantizes inputs: one scale for each token, or one for all (static)."""
 
+MOST_TOKENS = 64
+"""Most tokens that are multiplied by codes as they are stored. Not measured."""
 SUPER_BLOCK = 256
 """Inputs of a super-block: they share one head."""
 
@@ -236,6 +238,15 @@ class QuantizedWeight:
 def _cut(dim: int, start: int, stop: int) -> tuple[EllipsisType | slice, ...]:
     """Return the index of a range of the last dimension, or (-2) of the one before it."""
     return (..., slice(start, stop), *(slice(None),) * (-1 - dim))
+
+
+def quantized_path(device: torch.device) -> str:
+    """Say in words how ``linear`` multiplies by quantized weights on a device."""
+    if device.type == "cpu":
+        return "widened for each product"
+    if torch.version.hip is not None:
+        return "widened for each product by a kernel"
+    return f"read as stored for up to {MOST_TOKENS} tokens, widened for more"
 
 
 def exponent_values(scales: torch.Tensor) -> torch.Tensor:

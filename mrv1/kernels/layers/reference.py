@@ -103,6 +103,12 @@ def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.T
 
 
 @counted
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.dequantize`."""
+    return weight.dense()
+
+
+@counted
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor | QuantizedWeight,

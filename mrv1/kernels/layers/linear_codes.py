@@ -1,0 +1,485 @@
+"""The linear layer of few tokens and a quantized weight: codes are widened in registers.
+
+As in ``linear_registers`` a line of a row, 64 bytes of codes, is shared by four lanes of a warp, a
+warp has its own part of every row, and the tensor cores multiply what a lane has in any order in
+which weights and tokens agree. A lane's 16 bytes are 32 codes of 4 bits or 16 of 8; it loads the
+same inputs of every token.
+
+Scales are applied where they cost least. ``SCALING``: "end" to the results, where all inputs of a
+row share one; "step" to the sums of a line's products, where lines lie inside of groups; "values"
+to each weight, in float32, rounded once as ``QuantizedWeight.dense`` rounds. Zero points of 4-bit
+codes are taken from sums: the product of a line is scale * (codes @ x - zero * sum(x)).
+
+Codes of the next steps are loaded while these are multiplied, the first before the previous kernel
+has ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mrv1.kernels._base.arguments import with_strides
+from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
+from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels.layers.lanes import lane_rows, sum_of_warps
+from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
+from mrv1.kernels.layers.linear_splits import empty_sums
+from mrv1.kernels.layers.norm import inverse_rms
+from mrv1.kernels.layers.quantized import MOST_TOKENS, QuantizedWeight
+from mrv1.kernels.layers.silu import gated
+from mrv1.kernels.layers.widening import (
+    Matrix,
+    codes_per_element,
+    converts_e4m3,
+    dense_values,
+    matrix_arguments,
+    widen,
+)
+
+LINE = 32
+"""16-bit elements of a line."""
+NUM_PROGRAMS = 264
+"""Programs that a launch should have: two for each multiprocessor. Not measured."""
+MOST_NORMED = 8192
+"""Most inputs of a token that a program norms by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodesConfig:
+    """How a quantized weight is cut into programs."""
+
+    tile_tokens: int
+    """Tokens of one program."""
+    tile_rows: int
+    """Rows of one program; if gated, half of them gates and half ups."""
+    splits: int
+    """Programs that share a tile's inputs."""
+    num_warps: int
+    """4 or 8: they share a program's inputs."""
+    depth: int
+    """Steps whose codes are loaded at once."""
+
+    @classmethod
+    @lru_cache(maxsize=1024)
+    def default_for(
+        cls, num_tokens: int, num_elements: int, num_rows: int, *, is_gated: bool
+    ) -> CodesConfig:
+        """Return the configuration for a GPU; ``num_elements`` are 16-bit elements of a row.
+
+        Not measured. By count: an H200 delivers 19 bytes a cycle to each multiprocessor, and needs
+        about 32 KiB under way for it. Two steps of 16 rows are 8 KiB of a program, and registers
+        leave room for five programs of int4. More tokens take more rows: programs load all inputs
+        of their tokens.
+        """
+        num_warps = 4
+        tile_tokens = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
+        tile_rows = 16 if tile_tokens == 8 else 32
+        depth = 2 if tile_tokens == 8 else 1
+        tiles = triton.cdiv(num_rows, tile_rows)
+        steps = triton.cdiv(num_elements, LINE * num_warps)
+        splits = 1
+        if not is_gated:
+            splits = max(1, min(8, NUM_PROGRAMS // tiles, steps // depth))
+        return cls(
+            tile_tokens=tile_tokens,
+            tile_rows=tile_rows,
+            splits=splits,
+            num_warps=num_warps,
+            depth=depth,
+        )
+
+    @classmethod
+    def for_interpreter(cls, num_tokens: int, num_rows: int) -> CodesConfig:
+        """Return few large programs."""
+        return cls(
+            tile_tokens=max(8, triton.next_power_of_2(num_tokens) // 2),
+            tile_rows=min(1024, max(16, triton.next_power_of_2(num_rows) // 2)),
+            splits=2,
+            num_warps=4,
+            depth=2,
+        )
+
+
+@triton.jit
+def _load_codes(
+    rows, first, last, DEPTH: tl.constexpr, ELEMENTS: tl.constexpr, WARPS: tl.constexpr
+):
+    """Return the codes of DEPTH steps, [rows * WARPS, 32] each; after ``last`` they are zeros."""
+    LINES: tl.constexpr = rows.ptr.shape[0]
+    line = tl.arange(0, LINES)[:, None] // 8 % WARPS * 32 + tl.arange(0, 32)[None, :]
+    steps = ()
+    for step in tl.static_range(DEPTH):
+        element = (first + step) * (WARPS * 32) + line
+        mask = rows.is_row & (first + step < last)
+        if ELEMENTS % (WARPS * 32) != 0:
+            mask = mask & (element < ELEMENTS)
+        steps += (tl.load(rows.ptr + element, mask=mask, other=0),)
+    return steps
+
+
+@triton.jit
+def _load_piece(
+    rows, col, inside, norm_weight_ptr, scale, IN: tl.constexpr, TILE_IN: tl.constexpr
+):
+    """Return eight inputs of each lane, normed if there is a norm; of bfloat16 but for ``scale``.
+
+    Results are multiplied by it instead. A product of float16 could overflow without it.
+    """
+    mask = inside if IN % TILE_IN == 0 else inside & (col < IN)
+    piece = tl.load(rows.ptr + col, mask=mask, other=0.0)
+    if norm_weight_ptr is not None:
+        weight = tl.load(norm_weight_ptr + col, mask=mask, other=0.0)
+        piece = piece * weight if weight.dtype == tl.bfloat16 else normed(piece, scale, weight)
+    return piece
+
+
+@triton.jit
+def _every_second(x, LINES: tl.constexpr, COUNT: tl.constexpr):
+    """Return the even and the odd elements of each lane's COUNT."""
+    return tl.split(tl.reshape(x, [LINES, 4, COUNT // 2, 2]))
+
+
+@triton.jit
+def _load_tokens(
+    rows,
+    norm_weight_ptr,
+    scale,
+    step,
+    last,
+    PER: tl.constexpr,
+    IN: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Return the inputs of a step as PER tensors [tokens * WARPS, 32], as ``widen`` has codes."""
+    LINES: tl.constexpr = rows.ptr.shape[0]
+    TILE_IN: tl.constexpr = WARPS * 32 * PER
+    lane_col = tl.arange(0, 32)[None, :]
+    first = (step * WARPS + tl.arange(0, LINES)[:, None] // 8 % WARPS) * (32 * PER)
+    first = first + lane_col // 8 * (8 * PER) + lane_col % 8
+    inside = rows.is_row & (step < last)
+    if PER == 2:
+        a = _load_piece(rows, first, inside, norm_weight_ptr, scale, IN, TILE_IN)
+        b = _load_piece(rows, first + 8, inside, norm_weight_ptr, scale, IN, TILE_IN)
+        a0, a1 = _every_second(a, LINES, 8)
+        b0, b1 = _every_second(b, LINES, 8)
+        xs = (_of_pieces_2(a0, b0, LINES), _of_pieces_2(a1, b1, LINES))
+    else:
+        pieces = ()
+        for piece in tl.static_range(4):
+            x = _load_piece(
+                rows, first + 8 * piece, inside, norm_weight_ptr, scale, IN, WARPS * 32 * PER
+            )
+            even, odd = _every_second(x, LINES, 8)
+            x0, x2 = _every_second(even, LINES, 4)
+            x1, x3 = _every_second(odd, LINES, 4)
+            pieces += ((x0, x1, x2, x3),)
+        a, b, c, d = pieces
+        xs = ()
+        for i in tl.static_range(4):
+            xs += (_of_pieces_4(a[i], b[i], c[i], d[i], LINES),)
+    return xs
+
+
+@triton.jit
+def _of_pieces_2(a, b, LINES: tl.constexpr):
+    """Return [LINES, 32]: of each lane the four elements of a, then those of b."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 1, 3, 2)), [LINES, 32])
+
+
+@triton.jit
+def _of_pieces_4(a, b, c, d, LINES: tl.constexpr):
+    """Return [LINES, 32]: of each lane the two elements of a, those of b, of c, of d."""
+    joined = tl.join(tl.join(a, b), tl.join(c, d))  # [LINES, 4, 2, b or d, c or d]
+    return tl.reshape(tl.permute(joined, (0, 1, 4, 3, 2)), [LINES, 32])
+
+
+@triton.jit
+def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
+    """Return lines as [WARPS, ROWS, 32], columns in an order that keeps them in their registers.
+
+    Where an operand comes from a join, as tokens do, Triton gives a lane four neighbours of each
+    sixteen columns of both operands; see ``as_operand`` for the usual two and two.
+    """
+    lines = tl.reshape(lines, [ROWS // 8, WARPS, 8, 4, 2, 4])
+    return tl.reshape(tl.permute(lines, (1, 0, 2, 4, 3, 5)), [WARPS, ROWS, 32])
+
+
+@triton.jit
+def _load_numbers(
+    ptr,
+    row,
+    is_row,
+    first,
+    last,
+    DEPTH: tl.constexpr,
+    IN: tl.constexpr,
+    LINE_IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Return the numbers of DEPTH steps, [WARPS, rows, 1] each: of the group of a warp's line."""
+    GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
+    warp = tl.arange(0, WARPS)[:, None, None]
+    numbers = ()
+    for step in tl.static_range(DEPTH):
+        group = ((first + step) * WARPS + warp) * LINE_IN // GROUP
+        mask = is_row & (group < GROUPS) & (first + step < last)
+        at = row // ROWS_PER_SCALE * GROUPS + group
+        numbers += (tl.load(ptr + at, mask=mask, other=0),)
+    return numbers
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_out", "prefetch_bytes", "prefetch_warp_bytes"])
+def _linear_codes_kernel(
+    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
+    stride_out_token,
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
+    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
+    stride_residual_token,
+    x_ptr,  # [num_tokens, IN], unit last stride
+    stride_x_token,
+    codes_ptr,  # see Matrix; with GATED of 2 * num_out rows, gates then ups
+    scales_ptr,
+    zeros_ptr,
+    mins_ptr,
+    heads_ptr,
+    high_ptr,
+    bias_ptr,  # [num_out] or [2 * num_out], or None
+    norm_weight_ptr,  # [IN], of one token, or None
+    eps,
+    prefetch_ptr,  # see prefetch_part; or None
+    prefetch_bytes,
+    prefetch_warp_bytes,
+    num_tokens,
+    num_out,
+    CODE: tl.constexpr,
+    HARDWARE: tl.constexpr,  # see widen
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,  # inputs per scale
+    ROWS_PER_SCALE: tl.constexpr,
+    SCALING: tl.constexpr,  # "end", "step" or "values"
+    GATED: tl.constexpr,  # a kind of gate, 0 = none
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WARPS: tl.constexpr,  # 4 or 8: warps of a program
+    DEPTH: tl.constexpr,
+    NORM_IN: tl.constexpr,  # power of two, at least IN, if there is a norm
+    OVERLAP: tl.constexpr,  # see dependent_launch
+):
+    """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
+    PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
+    ELEMENTS: tl.constexpr = IN // PER
+    STEPS: tl.constexpr = (ELEMENTS + WARPS * 32 - 1) // (WARPS * 32)
+    SPLIT_STEPS: tl.constexpr = (STEPS + SPLITS - 1) // SPLITS
+    TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    let_next_start(OVERLAP)
+    num_token_tiles = tl.cdiv(num_tokens, TILE_TOKENS)
+    first_token = (tl.program_id(0) % num_token_tiles).to(tl.int64) * TILE_TOKENS
+    split = (tl.program_id(0) // num_token_tiles) % SPLITS
+    first_out = (tl.program_id(0) // (num_token_tiles * SPLITS)).to(tl.int64) * TILE_OUT
+    step = split * SPLIT_STEPS
+    last = tl.minimum(step + SPLIT_STEPS, STEPS)
+
+    tile_row = lane_rows(TILE_ROWS, WARPS)
+    row = first_out + tile_row % TILE_OUT
+    is_row = row < num_out
+    row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
+    rows = Rows(codes_ptr + row * ELEMENTS, is_row)
+    matrix = Matrix(codes_ptr, scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr)
+    steps = _load_codes(rows, step, last, DEPTH, ELEMENTS, WARPS)
+    sum_row = tl.arange(0, TILE_ROWS)
+    sum_out = first_out + sum_row % TILE_OUT
+    is_sum = sum_out < num_out
+    sum_row = sum_out + tl.where(sum_row < TILE_OUT, 0, num_out)
+    scales = None
+    zeros = None
+    if SCALING == "step":
+        number_row = sum_row[None, :, None]
+        is_number = is_sum[None, :, None]
+        scales = _load_numbers(
+            scales_ptr, number_row, is_number, step, last, DEPTH, IN, 32 * PER, GROUP,
+            ROWS_PER_SCALE, WARPS,
+        )  # fmt: skip
+        if zeros_ptr is not None:
+            zeros = _load_numbers(
+                zeros_ptr, number_row, is_number, step, last, DEPTH, IN, 32 * PER, GROUP,
+                ROWS_PER_SCALE, WARPS,
+            )  # fmt: skip
+    wait_for_previous(OVERLAP)
+
+    if norm_weight_ptr is not None:
+        col = tl.arange(0, NORM_IN)[None, :]
+        vector = tl.load(x_ptr + col, mask=col < IN, other=0.0)
+        norm_scale = inverse_rms(vector.to(tl.float32), IN, eps)
+    else:
+        norm_scale = 1.0
+    token = first_token + lane_rows(TILE_TOKENS, WARPS)
+    tokens = Rows(x_ptr + token * stride_x_token, token < num_tokens)
+    if prefetch_ptr is not None:
+        prefetch_part(prefetch_ptr, prefetch_bytes, prefetch_warp_bytes, WARPS)
+    ones = tl.full([WARPS, 16, 32], 1.0, DTYPE)
+    total = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
+    for first in range(0, SPLIT_STEPS, DEPTH):
+        now = step + first
+        later = _load_codes(rows, now + DEPTH, last, DEPTH, ELEMENTS, WARPS)
+        if SCALING == "step":
+            later_scales = _load_numbers(
+                scales_ptr, number_row, is_number, now + DEPTH, last, DEPTH, IN, 32 * PER, GROUP,
+                ROWS_PER_SCALE, WARPS,
+            )  # fmt: skip
+            if zeros_ptr is not None:
+                later_zeros = _load_numbers(
+                    zeros_ptr, number_row, is_number, now + DEPTH, last, DEPTH, IN, 32 * PER,
+                    GROUP, ROWS_PER_SCALE, WARPS,
+                )  # fmt: skip
+        for at in tl.static_range(DEPTH):
+            xs = _load_tokens(tokens, norm_weight_ptr, norm_scale, now + at, last, PER, IN, WARPS)
+            if SCALING == "values":
+                line = tl.arange(0, TILE_ROWS * WARPS)[:, None] // 8 % WARPS
+                element = ((now + at) * WARPS + line) * 32 + tl.arange(0, 32)[None, :]
+                mask = is_row & (element // 8 * 8 < ELEMENTS) & (now + at < last)
+                weights = dense_values(
+                    matrix, steps[at], row, element, mask, CODE, DTYPE, HARDWARE, IN, GROUP,
+                    ROWS_PER_SCALE, True,
+                )  # fmt: skip
+            else:
+                weights = widen(steps[at], CODE, DTYPE, HARDWARE)
+            if SCALING == "step":
+                y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
+            else:
+                y = total
+            if SCALING == "step" and CODE == "uint4":
+                x_sum = tl.zeros([WARPS, 16, TILE_TOKENS], tl.float32)
+            for i in tl.static_range(PER):
+                x = tl.permute(_as_operand(xs[i], TILE_TOKENS, WARPS), (0, 2, 1))
+                y = tl.dot(_as_operand(weights[i], TILE_ROWS, WARPS), x, y)
+                if SCALING == "step" and CODE == "uint4":
+                    x_sum = tl.dot(ones, x, x_sum)
+            if SCALING == "step":
+                if CODE == "uint4":
+                    zero = 0.0
+                    if zeros_ptr is not None:
+                        zero = zeros[at].to(tl.float32)
+                    if TILE_ROWS > 16:  # all rows of the product with ones are alike
+                        x_sum = tl.max(x_sum, axis=1, keep_dims=True)
+                    y += (8.0 - zero) * x_sum
+                total += scales[at].to(tl.float32) * y
+            else:
+                total = y
+        steps = later
+        if SCALING == "step":
+            scales = later_scales
+            if zeros_ptr is not None:
+                zeros = later_zeros
+
+    y = sum_of_warps(total, WARPS, TILE_ROWS, TILE_TOKENS)
+    if norm_weight_ptr is not None and norm_weight_ptr.dtype.element_ty == tl.bfloat16:
+        y *= norm_scale
+    if SCALING == "end":
+        scale = tl.load(scales_ptr + sum_row // ROWS_PER_SCALE, mask=is_sum, other=0.0)
+        y *= scale.to(tl.float32)[:, None]
+    token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
+    col = first_out + tl.arange(0, TILE_OUT)[:, None]
+    is_out = col < num_out
+    inside = is_out & (token < num_tokens)
+    if sums_ptr is not None:
+        rows_of_sums = split.to(tl.int64) * num_tokens + token
+        tl.store(sums_ptr + rows_of_sums * num_out + col, y, mask=inside)
+    else:
+        if GATED:
+            y, up = tl.split(tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0)))
+            if bias_ptr is not None:
+                up += tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
+        if GATED:
+            y = gated(y, up, GATED)
+        if residual_ptr is not None:
+            residual = residual_ptr + token * stride_residual_token + col
+            y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
+        y = y.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + token * stride_out_token + col, y, mask=inside)
+
+
+def scaling_of(weight: QuantizedWeight) -> str | None:
+    """Return where the kernel applies scales; None = it cannot multiply by this weight."""
+    per_element = codes_per_element(weight)
+    line_in, lane_in = 32 * per_element, 8 * per_element
+    if weight.heads is not None:
+        return "values"
+    has_exponents = weight.scales is not None and weight.scales.dtype == torch.uint8
+    if (
+        not has_exponents
+        and weight.mins is None
+        and not (weight.code == "int8" and weight.zeros is not None)
+    ):
+        if weight.group >= weight.num_in and weight.code != "uint4":
+            return "end"
+        if weight.group % line_in == 0:
+            return "step"
+    return "values" if weight.group % lane_in == 0 or weight.group >= weight.num_in else None
+
+
+def multiplies_codes(weight: QuantizedWeight) -> bool:
+    """Return whether the kernel multiplies few tokens by this weight."""
+    if weight.dtype.itemsize != 2 or torch.version.hip is not None:
+        return False
+    return scaling_of(weight) is not None
+
+
+def codes_config(call: LinearCall, weight: QuantizedWeight) -> CodesConfig | None:
+    """Return the configuration; None = the weight has to be widened first."""
+    if call.num_tokens > MOST_TOKENS or call.order is not None or not multiplies_codes(weight):
+        return None
+    num_rows = weight.shape[0]
+    if INTERPRET:
+        return CodesConfig.for_interpreter(call.num_tokens, num_rows)
+    num_elements = call.num_in // codes_per_element(weight)
+    return CodesConfig.default_for(call.num_tokens, num_elements, num_rows, is_gated=call.is_gated)
+
+
+def multiply_codes(
+    call: LinearCall, weight: QuantizedWeight, config: CodesConfig
+) -> torch.Tensor | None:
+    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
+    splits = 1 if call.is_gated else config.splits
+    sums = empty_sums(call, splits)
+    program_out = config.tile_rows // (2 if call.is_gated else 1)
+    token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
+    num_programs = token_tiles * splits * triton.cdiv(call.num_out, program_out)
+    wanted = call.prefetch if splits == 1 else None
+    _linear_codes_kernel[(num_programs,)](
+        *with_strides(call.out, 1),
+        sums,
+        *with_strides(call.residual, 1),
+        *with_strides(call.x, 1),
+        *matrix_arguments(weight),
+        *(call.bias, call.norm_weight, call.eps),
+        num_tokens=call.num_tokens,
+        num_out=call.num_out,
+        CODE=weight.code,
+        HARDWARE=converts_e4m3(call.x.device),
+        IN=call.num_in,
+        GROUP=weight.group,
+        ROWS_PER_SCALE=weight.rows_per_scale,
+        SCALING=scaling_of(weight),
+        GATED=call.gate,
+        TILE_TOKENS=config.tile_tokens,
+        TILE_ROWS=config.tile_rows,
+        SPLITS=splits,
+        WARPS=config.num_warps,
+        DEPTH=config.depth,
+        NORM_IN=triton.next_power_of_2(call.num_in),
+        num_warps=config.num_warps,
+        num_stages=1,  # the loop loads ahead by itself, into registers
+        **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
+        **overlap_options(call.x.device),
+    )
+    return sums

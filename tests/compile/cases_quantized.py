@@ -1,0 +1,154 @@
+"""Launches of the linear layer with quantized weights that are compiled ahead of time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mrv1.kernels._base.triton import triton
+from mrv1.kernels.layers.contracts import GATES
+from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
+from mrv1.kernels.layers.linear_codes import CodesConfig, _linear_codes_kernel
+from mrv1.testing.aot import AotCase, Target, pointer
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a weight is quantized; see ``QuantizedWeight``."""
+
+    name: str
+    code: str
+    group: int
+    scaling: str
+    scales: torch.dtype | None = torch.bfloat16
+    added: tuple[str, ...] = ()
+
+    @property
+    def per_element(self) -> int:
+        return 2 if self.code in ("e4m3", "int8") else 4
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        heads = {"q6_k": torch.int16, "q4_k": torch.int32, "q5_k": torch.int32}.get(self.code)
+        high = {"q6_k": torch.uint8, "q5_k": torch.int32}.get(self.code)
+        dtypes = (
+            torch.int16,
+            self.scales,
+            torch.uint8 if "zeros" in self.added else None,
+            self.scales if "mins" in self.added else None,
+            heads,
+            high,
+        )
+        return tuple(None if dtype is None else pointer(dtype) for dtype in dtypes)
+
+
+PARKED_BYTES = 16
+"""Bytes of four registers for which the compiler prefers one more program on a multiprocessor."""
+KINDS = (
+    Kind("e4m3_row", "e4m3", 0, "end", torch.float32),
+    Kind("e4m3_block", "e4m3", 128, "step", torch.float32),
+    Kind("int8", "int8", 128, "step"),
+    Kind("q8_0", "int8", 32, "values", torch.float16),
+    Kind("int8_zeros", "int8", 128, "values", torch.float16, ("zeros",)),
+    Kind("int4", "int4", 128, "step"),
+    Kind("uint4_zeros", "uint4", 128, "step", torch.float16, ("zeros",)),
+    Kind("q4_0", "int4", 32, "values", torch.float16),
+    Kind("q4_1", "uint4", 32, "values", torch.float16, ("mins",)),
+    Kind("mxfp4", "e2m1", 32, "values", torch.uint8),
+    Kind("q4_k", "q4_k", 0, "values", None),
+    Kind("q5_k", "q5_k", 0, "values", None),
+    Kind("q6_k", "q6_k", 0, "values", None),
+)
+SHAPES = (
+    (4096, 6144, ("norm",)),
+    (4096, 4096, ("residual",)),
+    (4096, 14336, ("norm", "gated")),
+    (14336, 4096, ("residual",)),
+)
+"""Inputs, outputs and what is fused of an 8B layer's products."""
+
+
+def cases(target: Target) -> list[AotCase]:
+    widening = [_widen(kind, torch.bfloat16) for kind in KINDS]
+    if target.capability is None:  # AMD's GPUs widen first
+        return widening
+    measured = [kind for kind in KINDS if kind.name in ("e4m3_row", "int4")]
+    return [
+        *(_linear(target, kind, *SHAPES[0], 1, torch.bfloat16) for kind in KINDS),
+        *(_linear(target, kind, *SHAPES[0], 16, torch.bfloat16) for kind in KINDS),
+        *(_linear(target, kind, *SHAPES[0], 8, torch.float16) for kind in KINDS),
+        *(
+            _linear(target, kind, *shape, tokens, torch.bfloat16)
+            for kind in measured
+            for shape in SHAPES[1:]
+            for tokens in (1, 16, 64)
+        ),
+        *widening,
+    ]
+
+
+def _widen(kind: Kind, dtype: torch.dtype) -> AotCase:
+    return AotCase(
+        name=f"widen-{kind.name}-{dtype}",
+        kernel=_widen_kernel,
+        args=(pointer(dtype), *kind.tensors(), 4096),
+        constexprs={
+            "CODE": kind.code,
+            "IN": 4096,
+            "GROUP": kind.group or 4096,
+            "ROWS_PER_SCALE": 1,
+            "TILE_ROWS": TILE_ROWS,
+            "TILE_ELEMENTS": TILE_ELEMENTS,
+        },
+    )
+
+
+def _linear(
+    target: Target,
+    kind: Kind,
+    num_in: int,
+    num_out: int,
+    fused: tuple[str, ...],
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> AotCase:
+    is_gated = "gated" in fused
+    num_rows = num_out * (2 if is_gated else 1)
+    config = CodesConfig.default_for(
+        num_tokens, num_in // kind.per_element, num_rows, is_gated=is_gated
+    )
+    data, has_norm = pointer(dtype), "norm" in fused and num_tokens == 1
+    prefetches = target.has_dependent_launch and config.splits == 1
+    return AotCase(
+        name=f"linear_codes-{kind.name}-{dtype}-{num_tokens}x{num_in}x{num_out}",
+        kernel=_linear_codes_kernel,
+        args=(
+            *(data, num_out),
+            pointer(torch.float32) if config.splits > 1 else None,
+            *((data, num_out) if "residual" in fused else (None, 0)),
+            *(data, num_in),
+            *kind.tensors(),
+            *(None, data if has_norm else None, 1e-6),
+            *((pointer(torch.int8), 4096, 64) if prefetches else (None, 0, 0)),
+            *(num_tokens, num_out),
+        ),
+        constexprs={
+            "CODE": kind.code,
+            "HARDWARE": (target.capability or (0, 0)) >= (8, 9),
+            "IN": num_in,
+            "GROUP": kind.group or num_in,
+            "ROWS_PER_SCALE": 1,
+            "SCALING": kind.scaling,
+            "GATED": GATES["silu_and_mul"] if is_gated else 0,
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_ROWS": config.tile_rows,
+            "SPLITS": config.splits,
+            "WARPS": config.num_warps,
+            "DEPTH": config.depth,
+            "NORM_IN": triton.next_power_of_2(num_in),
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        parked_bytes=PARKED_BYTES,
+    )
