@@ -8,11 +8,19 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from benchmarks.engines.active import count_active_experts
 from benchmarks.engines.engine import EngineBench, start_engine
 from benchmarks.engines.sample import Sample, run_once
-from benchmarks.measure.floor import copy_bandwidth, step_kv_bytes, step_weight_bytes
+from benchmarks.measure.floor import (
+    active_experts,
+    copy_bandwidth,
+    step_kv_bytes,
+    step_weight_bytes,
+)
+from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
+from mrv1.models import DecoderModel
 from mrv1.provenance import provenance
 from mrv1.sampler import SamplingParams
 
@@ -60,8 +68,9 @@ def run_generate(
     core, start = start_engine(bench, device, max_model_len=max_model_len)
     try:
         say(core.runner.describe())
+        model, config = core.runner.model, core.runner.config
         batches = [_measure_batch(core, bench, batch, bandwidth, say) for batch in bench.batches]
-        return {
+        result: dict[str, object] = {
             "op": "generate",
             "schema": SCHEMA,
             "shape": bench.shape or bench.model,
@@ -76,6 +85,25 @@ def run_generate(
         }
     finally:
         core.runner.close()
+    for entry in batches:  # the memory of the measured engine's cache is free now
+        entry |= _experts_of(model, config, bench, int(str(entry["batch"])), say)
+    return result
+
+
+def _experts_of(
+    model: DecoderModel,
+    config: EngineConfig,
+    bench: GenerateBench,
+    batch: int,
+    say: Callable[[str], None],
+) -> dict[str, float | None]:
+    """Return how many experts a layer reads in a decode step, and what ``weight_bytes`` counts."""
+    prompts = bench.prompts(batch, model.config.vocab_size, 1)
+    active = count_active_experts(model, config, prompts, bench.output_tokens)
+    expected = active_experts(model.config, batch) if model.config.experts is not None else None
+    if active is not None and expected is not None:
+        say(f"batch {batch}: {active:.1f} active experts a layer, {expected:.1f} if spread evenly")
+    return {"active_experts": active, "expected_experts": expected}
 
 
 def _conditions(bench: GenerateBench, device: torch.device) -> dict[str, object]:

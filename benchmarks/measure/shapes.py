@@ -117,8 +117,33 @@ SHAPES = {
         layer_windows=(-1, -1),
         torch_dtype=torch.float32,
     ),
+    "tiny-experts": replace(
+        QWEN3_0_6B,
+        architecture="Ernie4_5_MoeForCausalLM",
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=192,
+        num_layers=3,
+        num_q_heads=20,
+        num_kv_heads=4,
+        head_dim=16,
+        max_model_len=512,
+        tie_word_embeddings=True,
+        qk_norm="none",
+        rope=RopeConfig(theta=5e5, rotary_dim=16),
+        rope_interleaved=True,
+        layer_windows=(-1,) * 3,
+        torch_dtype=torch.float32,
+        experts=ExpertsConfig(
+            routing=Routing(
+                num_experts=64, top_k=6, num_shared=2, renormalizes=True, least_sum=1e-12
+            ),
+            intermediate_size=48,
+            layers=(False, True, True),
+        ),
+    ),
 }
-"""Configuration by name; ``tiny-random`` is for trying the benchmark itself on a CPU."""
+"""Configuration by name; ``tiny-random`` and ``tiny-experts`` are for trials on a CPU."""
 
 
 def shape_config(name: str) -> ModelConfig:

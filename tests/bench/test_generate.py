@@ -43,7 +43,7 @@ KEYS = {
 ENTRY_KEYS = {
     "batch", "tokens_per_s", "decode_step_ms", "prefill_ms", "host_ms", "gpu_ms", "num_steps",
     "num_graph_steps", "num_preemptions", "weight_bytes", "kv_bytes", "floor_ms", "share_of_floor",
-    "samples",
+    "samples", "active_experts", "expected_experts",
 }  # fmt: skip
 
 
@@ -94,6 +94,23 @@ def test_ranks_run_a_shape_with_made_up_weights(monkeypatch):
     for entry in result["results"]:
         assert [run["num_tokens"] for run in entry["samples"]] == [entry["batch"] * 5] * 2
         assert entry["weight_bytes"] == step_weight_bytes(own, torch.float32, 2)
+
+
+def test_active_experts_stand_beside_what_the_floor_counts():
+    said: list[str] = []
+    changes = {"shape": "tiny-experts", "batches": (1, 16), "output_tokens": 10, "repeats": 1}
+    result = run_generate(GenerateBench(**SMALL | changes), said.append)
+    one, many = result["results"]
+    assert one["active_experts"] == one["expected_experts"] == pytest.approx(6)
+    assert many["expected_experts"] == pytest.approx(64 * (1 - (58 / 64) ** 16))
+    assert many["active_experts"] == pytest.approx(many["expected_experts"], rel=0.2)
+    assert "active experts a layer, 50.8 if spread evenly" in said[-1]
+    config = shape_config("tiny-experts")
+    # Of 64 experts of 48 x 128, three matrices each, in two layers, and float32.
+    more = many["expected_experts"] - one["expected_experts"]
+    assert many["weight_bytes"] - one["weight_bytes"] == pytest.approx(
+        more * 3 * 48 * config.hidden_size * 2 * 4, abs=4
+    )
 
 
 def test_every_batch_has_its_figures():

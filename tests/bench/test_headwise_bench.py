@@ -146,6 +146,29 @@ def test_streaming_heads_serve_a_context_for_which_uniform_heads_lack_memory():
     assert recycled["longest_context"] == 512
 
 
+def test_discrete_tables_beside_one_uniform_table_where_a_model_has_experts():
+    """One and two of four KV heads stream, with five query heads each; nothing is recycled.
+
+    Of "masked" the one table has all pages, which are read, and masked by the policy.
+    """
+    for ratio in (0.25, 0.5):
+        options = SMALL | {
+            "shape": "tiny-experts", "streaming_ratio": ratio, "context": 200,
+            "variants": ("masked", "kept", "discrete"),
+        }  # fmt: skip
+        bench = HeadwiseBench(
+            **options, prompt_tokens=150, output_tokens=8, num_requests=1, repeats=5
+        )
+        result = run_headwise(bench)
+        assert result["conditions"]["full_share"] == 1 - ratio
+        first, *others = result["results"]
+        assert first["variant"] == "masked"
+        for entry in others:
+            assert len(entry["runs"]) == 5
+            for saving in (entry["first_token_saving"], entry["between_tokens_saving"]):
+                assert saving["low"] <= saving["mean"] <= saving["high"]
+
+
 def test_uniform_heads_are_full_regardless_of_the_environment(tmp_path, monkeypatch):
     HeadPolicy.of_ratio(2, 2, 1.0, window=16).save(tmp_path / "policy.json")
     monkeypatch.setenv("MRV1_HEAD_POLICY", str(tmp_path / "policy.json"))
