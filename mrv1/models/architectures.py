@@ -335,31 +335,38 @@ MISSING: dict[str, tuple[str, ...]] = {
     "state-space layers": (
         "bamba", "falcon-h1", "falcon_h1", "falcon_mamba", "granitehybrid", "jamba", "mamba",
         "mamba2", "nemotron_h", "nemotron_h_moe", "plamo2", "zamba", "zamba2",
+        "mamba_d_state", "ssm_state_size",
     ),
     "linear-attention layers": (
         "arwkv7", "bailing_hybrid", "kimi-linear", "kimi_linear", "minimax", "olmo_hybrid",
         "qwen35", "qwen35moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-        "qwen3_next", "qwen3next", "rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "xlstm",
+        "qwen3_next", "qwen3next", "rwkv", "rwkv6", "rwkv6qwen2", "rwkv7",
+        "linear_num_value_heads",
     ),
-    "recurrent layers": ("recurrent_gemma",),
+    "recurrent layers": ("recurrent_gemma", "xlstm"),
     "short-convolution layers": ("lfm2", "lfm2_moe", "lfm2moe"),
     "multi-head latent attention (MLA)": (
         "deepseek2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm-dsa", "glm4_moe_lite",
         "glm_moe_dsa", "kimi_k2", "longcat_flash", "minicpm3", "mistral4",
+        "kv_lora_rank",
     ),
     "an encoder beside the decoder": (
         "bart", "longt5", "mbart", "mt5", "pegasus", "switch_transformers",
-        "t5", "t5gemma", "umt5", "whisper",
+        "t5", "t5gemma", "umt5", "whisper", "is_encoder_decoder",
     ),
     "bidirectional attention over images": ("gemma3", "gemma3n", "gemma4"),
-    "queries scaled by their position": ("llama4", "llama4_text", "ministral3", "mistral3"),
+    "queries scaled by their position": ("llama4", "llama4_text", "ministral3"),
 }  # fmt: skip
-"""What mrv1 lacks, and the models that need it: ``model_type`` or GGUF's architecture."""
+"""What mrv1 lacks, and the models that need it: ``model_type`` or GGUF's architecture; last, the
+settings by which others are known."""
 
 
-def missing_feature(*model_types: object) -> str:
-    """Return what a model of these types needs that mrv1 lacks, to end a message; "" = unknown."""
+def missing_feature(*signs: object) -> str:
+    """Return what a model needs that mrv1 lacks, to end a message; "" = unknown.
+
+    ``signs``: its types, and the names of settings that it has.
+    """
     for feature, names in MISSING.items():
-        if any(name in names for name in model_types):
+        if any(name in names for name in signs):
             return f": it needs {feature}, which mrv1 lacks"
     return ""

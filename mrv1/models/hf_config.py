@@ -58,13 +58,14 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
     """Return the key in ``ARCHITECTURES``, if need be by ``model_type``; ConfigError: none."""
     listed, model_type = raw.get("architectures"), raw.get("model_type")
     text = raw.get("text_config")
-    of_text = text.get("model_type") if isinstance(text, Mapping) else None
+    settings = {**raw, **text} if isinstance(text, Mapping) else raw
     for name, architecture in ARCHITECTURES.items():
         if listed == [name] or (not listed and architecture.model_type == model_type):
             return name
+    signs = [model_type, settings.get("model_type"), *(key for key in settings if settings[key])]
     raise ConfigError(
         f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {listed} "
-        f"(model_type {model_type!r}){missing_feature(model_type, of_text)}"
+        f"(model_type {model_type!r}){missing_feature(*signs)}"
     )
 
 

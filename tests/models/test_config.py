@@ -479,13 +479,22 @@ def test_unsupported_settings_are_refused_and_named(
     assert str(tmp_path) in str(caught.value)
 
 
+SIGNS = {
+    *("mamba_d_state", "ssm_state_size", "linear_num_value_heads", "kv_lora_rank"),
+    "is_encoder_decoder",
+}
+"""Settings among the signs of a missing feature."""
+
+
 @pytest.mark.parametrize(
-    ("feature", "model_type"),
-    [(feature, model_type) for feature, types in MISSING.items() for model_type in types],
+    ("feature", "sign"),
+    [(feature, sign) for feature, signs in MISSING.items() for sign in signs],
 )
-def test_a_feature_that_is_missing_is_named(tmp_path: Path, feature: str, model_type: str) -> None:
-    """As the model's own type, and as that of the text model within."""
-    content = {"architectures": ["X"], "model_type": model_type}
+def test_a_feature_that_is_missing_is_named(tmp_path: Path, feature: str, sign: str) -> None:
+    """As the model's own type or setting, and as that of the text model within."""
+    content: dict[str, Any] = {"architectures": ["X"], "model_type": sign}
+    if sign in SIGNS:
+        content |= {"model_type": "x", sign: 64}
     for raw in (content, {"architectures": ["X"], "model_type": "x", "text_config": content}):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         with pytest.raises(ConfigError) as caught:
@@ -496,6 +505,7 @@ def test_a_feature_that_is_missing_is_named(tmp_path: Path, feature: str, model_
 def test_names_of_missing_features_are_spelt_as_models_spell_them() -> None:
     gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
     known = {*CONFIG_MAPPING_NAMES, *gguf.MODEL_ARCH_NAMES.values(), "kimi_k2", "plamo2"}
+    known |= SIGNS
     known |= {"bailing_hybrid", "kimi_linear"}  # transformers 5.16 lacks them
     assert {name for names in MISSING.values() for name in names} <= known
     supported = {each.model_type for each in architectures.ARCHITECTURES.values()}

@@ -20,6 +20,7 @@ from tests.models.driver import PagedDriver, Request, blocks_needed
 from tests.models.families import (
     ODD,
     expected_logits,
+    random_model,
     save_checkpoint,
     tiny_checkpoint,
     tiny_config,
@@ -101,6 +102,18 @@ def test_granite_scales_features_as_transformers_scales_embeddings(tmp_path):
     batch = replace(driver.batch([Request(PROMPT)], [40]), features=features)
     found = decoder.compute_logits(decoder.forward(batch, driver.caches)[:40])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["glm4", "granitemoehybrid"])
+def test_updates_take_a_familys_own_names(tmp_path, family):
+    """Modules with other names, and gates and ups in one tensor."""
+    tiny_checkpoint(tmp_path, family)
+    other = random_model(tiny_config(family), seed=1).double()
+    with LLM(tmp_path, dtype="float64", device="cpu", num_kv_blocks=64, block_size=16) as llm:
+        llm.update_weights(other.state_dict())
+        tokens = list(llm.generate([PROMPT], greedy(16))[0].outputs[0].token_ids)
+    expected = expected_logits(other, PROMPT + tokens)[len(PROMPT) - 1 : -1].argmax(-1)
+    assert tokens == expected.tolist()
 
 
 def greedy(count: int) -> SamplingParams:
