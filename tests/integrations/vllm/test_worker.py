@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import pickle
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from mrv1.integrations.vllm.options import engine_config, share_of_all
 from mrv1.integrations.vllm.outputs import StepResult
 from mrv1.integrations.vllm.sampling import OF_VLLM, TRANSLATED
 from mrv1.integrations.vllm.versions import interface, resolve
+from mrv1.models.quantization.online import quantize_rows
 from tests.integrations.vllm.serving import Engine, VllmParams, new_config, new_llm, own_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -173,6 +175,34 @@ def test_the_quantization_of_vllm_is_mrv1s(engine, given, expected):
     object.__setattr__(config, "model_config", model)
     object.__setattr__(model, "quantization", given)
     assert engine_config(config, torch.device("cpu")).quantization == expected
+
+
+def test_a_quantized_checkpoint_gives_mrv1s_own_tokens(tmp_path):
+    """vLLM reads the method from ``config.json``, mrv1's worker the codes."""
+    shutil.copytree(checkpoint_dir("tiny"), tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        stored[name], scales = quantize_rows(stored[name])
+        stored[f"{name}_scale"] = scales
+    save_file(stored, tmp_path / "model.safetensors")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    raw["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    engine = Engine(new_config(model=str(tmp_path)))
+    try:
+        assert engine.worker._runner.model.weights.layers[0].o.matrix.code == "e4m3"
+        engine.add("a", [5, 9, 23, 41], max_tokens=16)
+        engine.finish()
+        with new_llm(str(tmp_path)) as own:
+            assert engine.tokens("a") == own_tokens(own, [5, 9, 23, 41], max_tokens=16)
+    finally:
+        engine.close()
 
 
 def test_options_of_vllm_reach_the_runner(engine, monkeypatch):
