@@ -27,6 +27,7 @@ from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_CAPABILITY
+from mrv1.kernels.layers.quantized import quantized_path
 from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
@@ -103,7 +104,10 @@ def collect() -> Facts:
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
         device=device,
         path=PATHS[path] if path else "none",
-        used_for=used_for(path) | prefill_use(resolved) | fp8_use(resolved),
+        used_for=used_for(path)
+        | prefill_use(resolved)
+        | fp8_use(resolved)
+        | quantized_use(resolved),
         embedded_model=embedded,
         environment=environment(),
         warnings=warnings,
@@ -139,6 +143,11 @@ def fp8_use(device: torch.device | None) -> dict[str, str]:
     choice = fp8_path(device)
     how = "integer arithmetic" if choice.path == "integer" else "hardware"
     return {"FP8 conversion": f"{how}: {choice.reason}"}
+
+
+def quantized_use(device: torch.device | None) -> dict[str, str]:
+    """Return how products read quantized weights on ``device``."""
+    return {} if device is None else {"quantized weights": quantized_path(device)}
 
 
 def _embedded_model() -> dict[str, Any]:

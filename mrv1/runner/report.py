@@ -9,6 +9,7 @@ from typing import TypedDict
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadGroups, HeadPolicy
+from mrv1.kernels.layers.quantized import quantized_path
 from mrv1.models import DecoderModel, ModelConfig
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
@@ -17,8 +18,6 @@ _PATHS: dict[KernelPath, str] = {
     "interpreter": "Triton kernels in the CPU interpreter",
     "reference": "CPU reference (torch)",
 }
-_WIDENED = "widened for each product"
-"""What a product does with codes."""
 _SCALED: dict[KVScaleName, str] = {
     "token": "token and head",
     "quarter": "quarter of a block and head",
@@ -165,7 +164,8 @@ def describe_runner(
     """
     dtype = str(model.dtype).removeprefix("torch.")
     if model.config.quantization is not None:
-        dtype += f", {model.config.quantization.describe()} ({_WIDENED})"
+        how = quantized_path(model.device)
+        dtype += f", {model.config.quantization.describe()} ({how})"
     how = _PATHS[path]
     if config.attention_backend == "flashinfer":
         how += ", attention by FlashInfer (one step in flight)"

@@ -43,7 +43,8 @@ def test_json_reports_the_installed_versions_and_the_device(mrv1: Mrv1):
     assert found["device"] == str(resolved)
     assert found["path"] == facts.PATHS[kernel_path(resolved)]
     parts = facts.used_for(kernel_path(resolved)) | facts.fp8_use(resolved)
-    assert found["used_for"] == parts | facts.prefill_use(resolved)
+    parts |= facts.prefill_use(resolved) | facts.quantized_use(resolved)
+    assert found["used_for"] == parts
     assert found["embedded_model"]["present"]
     assert found["embedded_model"]["weights_bytes"] > 2**20
     assert len(found["gpus"]) == torch.cuda.device_count()
@@ -92,6 +93,7 @@ def test_the_report_fits_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPat
         "580.95.05",
         "attention",
         "FP8 conversion",
+        "quantized weights",
         "TRITON_CACHE_DIR",
         "/somewhere",
         "no warnings",

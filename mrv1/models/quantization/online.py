@@ -3,9 +3,8 @@
     scale = max |w| / 448 of a row,  code = e4m3(w / scale)
 
 Every row (output) of a matrix has a scale of its own, where vLLM gives a matrix one scale: a
-row's codes depend on nothing else, so that ranks and updates of some tensors have the same. Inputs
-are quantized for each token, where a kernel multiplies codes. Embedding, head, norms and biases
-stay as they are.
+row's codes depend on nothing else, so that ranks and updates of some tensors have the same.
+Embedding, head, norms and biases stay as they are.
 """
 
 from __future__ import annotations

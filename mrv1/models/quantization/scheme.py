@@ -88,7 +88,7 @@ BITS = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "int4": "INT4", "uint4": "INT4", "
 
 
 def describe_format(form: ModuleFormat) -> str:
-    """Return a format in words: bits, what shares a scale, activations."""
+    """Return a format in words: bits, and what shares a scale."""
     shared = "a scale per "
     if form.rows == 1:
         shared += f"group of {form.inputs} inputs" if form.inputs else "output"
@@ -101,4 +101,4 @@ def describe_format(form: ModuleFormat) -> str:
         text += ", zero points"
     if form.has_order:
         text += ", inputs in an order of their own"
-    return text + (", FP8 activations" if form.activations else "")
+    return text
