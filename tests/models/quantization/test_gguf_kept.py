@@ -71,6 +71,7 @@ def mixed(name: str) -> str:
         ("Q4_K", "llama"),
         ("Q5_K", "qwen2"),
         ("Q6_K", "llama"),
+        ("Q8_0", "glm4"),  # its gate and up are one tensor in the file
         (mixed, "qwen2"),
         ("Q4_0", "granite"),
         ("Q8_0", "glm4"),
