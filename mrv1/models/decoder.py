@@ -187,7 +187,8 @@ class DecoderModel:
         first_id = parallel.rank * embed.shape[0] if parallel.size > 1 else None
         ids = batch.input_ids
         if isinstance(embed, QuantizedWeight):
-            ids, embed = _looked_up(ids, embed, first_id)
+            ids, rows = _looked_up(ids, embed, first_id)
+            embed = self._ops.dequantize(rows)
             first_id = None if first_id is None else 0
         hidden, cos_sin = self._ops.embed_tokens(
             ids,
@@ -520,11 +521,10 @@ class DecoderModel:
 
 def _looked_up(
     ids: torch.Tensor, embed: QuantizedWeight, first_id: int | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens as rows of a table of their own, [tokens, hidden], in the model's dtype.
+) -> tuple[torch.Tensor, QuantizedWeight]:
+    """Return tokens as rows of a matrix of their own, ``[tokens, hidden]``, and that matrix.
 
-    Only these rows are widened. A token that is not among this rank's, which begin with
-    ``first_id``, is row -1.
+    A token that is not among this rank's, which begin with ``first_id``, is row -1.
     """
     rows, own = ids - (first_id or 0), torch.arange(len(ids), device=ids.device)
     if first_id is not None:
@@ -533,4 +533,4 @@ def _looked_up(
     found: dict[str, Any] = {
         name: each.index_select(0, rows) for name, each in embed.tensors.items()
     }
-    return own, replace(embed, **found).dense()
+    return own, replace(embed, **found)
