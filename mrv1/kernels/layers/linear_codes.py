@@ -117,7 +117,8 @@ def _load_codes(
         mask = rows.is_row & (first + step < last)
         if ELEMENTS % (WARPS * 32) != 0:
             mask = mask & (element < ELEMENTS)
-        steps += (tl.load(rows.ptr + element, mask=mask, other=0),)
+        loaded = tl.load(rows.ptr + element, mask=mask, other=0)
+        steps += (loaded,)  # type: ignore[assignment]
     return steps
 
 
@@ -176,11 +177,12 @@ def _load_tokens(
             even, odd = _every_second(x, LINES, 8)
             x0, x2 = _every_second(even, LINES, 4)
             x1, x3 = _every_second(odd, LINES, 4)
-            pieces += ((x0, x1, x2, x3),)
-        a, b, c, d = pieces
-        xs = ()
+            pieces += ((x0, x1, x2, x3),)  # type: ignore[assignment]
+        a, b, c, d = pieces  # type: ignore[misc]
+        xs = ()  # type: ignore[assignment]
         for i in tl.static_range(4):
-            xs += (_of_pieces_4(a[i], b[i], c[i], d[i], LINES),)
+            x = _of_pieces_4(a[i], b[i], c[i], d[i], LINES)
+            xs += (x,)  # type: ignore[assignment]
     return xs
 
 
@@ -230,7 +232,8 @@ def _load_numbers(
         group = ((first + step) * WARPS + warp) * LINE_IN // GROUP
         mask = is_row & (group < GROUPS) & (first + step < last)
         at = row // ROWS_PER_SCALE * GROUPS + group
-        numbers += (tl.load(ptr + at, mask=mask, other=0),)
+        loaded = tl.load(ptr + at, mask=mask, other=0)
+        numbers += (loaded,)  # type: ignore[assignment]
     return numbers
 
 
@@ -298,8 +301,8 @@ def _linear_codes_kernel(
     sum_out = first_out + sum_row % TILE_OUT
     is_sum = sum_out < num_out
     sum_row = sum_out + tl.where(sum_row < TILE_OUT, 0, num_out)
-    scales = None
-    zeros = None
+    scales = ()
+    zeros = ()
     if SCALING == "step":
         number_row = sum_row[None, :, None]
         is_number = is_sum[None, :, None]

@@ -15,10 +15,10 @@ Specification, version 1.0 (E2M1, E8M0); the super-blocks of 256 inputs are GGUF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import EllipsisType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -155,7 +155,7 @@ class QuantizedWeight:
         part = self._part(-2, start, stop, unit)
         if self.heads is not None:
             part["heads"] = self.heads[..., start:stop, :, :]
-        return replace(self, **part)
+        return self._with(part)
 
     def inputs(self, start: int, stop: int) -> QuantizedWeight:
         """Return views of some inputs, in the order of the codes, without ``order``.
@@ -176,15 +176,18 @@ class QuantizedWeight:
         if self.heads is not None:
             blocks = slice(start // SUPER_BLOCK, stop // SUPER_BLOCK)
             part["heads"] = self.heads[..., blocks, :]
-        return replace(self, order=None, **part)
+        return self._with({**part, "order": None})
 
     def contiguous(self) -> QuantizedWeight:
         """Return the same weight with contiguous tensors, as ``linear`` takes it."""
-        return replace(self, **{name: each.contiguous() for name, each in self.tensors.items()})
+        return self._with({name: each.contiguous() for name, each in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight on ``device``."""
-        return replace(self, **{name: each.to(device) for name, each in self.tensors.items()})
+        return self._with({name: each.to(device) for name, each in self.tensors.items()})
+
+    def _with(self, changes: Mapping[str, Any]) -> QuantizedWeight:
+        return replace(self, **changes)
 
     def _grid(self, dim: int) -> int:
         """Return the number of scales along a dimension; one scale may be cut anywhere."""
@@ -284,11 +287,13 @@ def _super_block_values(weight: QuantizedWeight, heads: torch.Tensor) -> torch.T
         scales, d = heads[..., :16].view(torch.int8), heads[..., 16:].view(torch.float16)
         steps = (d.float() * scales.float())[..., None]
         blocks = codes.float().unflatten(-1, (-1, 16, 16)) - 32
-        return (steps * blocks).flatten(-3)
+        values: torch.Tensor = steps * blocks
+        return values.flatten(-3)
     d, dmin = heads[..., :4].view(torch.float16).float().unsqueeze(-1).unbind(-2)
     scales, mins = group_numbers(heads[..., 4:])
     blocks = codes.float().unflatten(-1, (-1, 8, 32))
-    return ((d * scales)[..., None] * blocks - (dmin * mins)[..., None]).flatten(-3)
+    values = (d * scales)[..., None] * blocks - (dmin * mins)[..., None]
+    return values.flatten(-3)
 
 
 def group_numbers(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

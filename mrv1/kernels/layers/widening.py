@@ -439,7 +439,7 @@ def dense_values(
             value *= scale
             if offset is not None:
                 value += offset
-        dense += (value.to(DTYPE),)
+        dense += (value.to(DTYPE),)  # type: ignore[assignment]
     return dense
 
 
