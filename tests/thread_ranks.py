@@ -19,7 +19,8 @@ from mrv1.kernels._base.peers import PeerBuffer, PeerError
 from mrv1.models import ParallelContext
 from mrv1.runner.follower import Follower
 from mrv1.runner.ranks.child import make_call
-from mrv1.runner.ranks.control import Answer, Asked, RankControl
+from mrv1.runner.ranks.control import RankControl
+from mrv1.runner.ranks.messages import Answer, Asked
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.sampler import LogitsProcessors
 

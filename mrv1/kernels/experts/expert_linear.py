@@ -88,12 +88,8 @@ class ExpertConfig:
         if dtype.itemsize == 4:
             tile_pairs, tile_rows, tile_in, num_stages = 16, 64, 32, 3
         elif of_expert <= 8 and is_free:
-            is_long = num_in >= 1024
-            tile_pairs, tile_rows, tile_in, num_stages = (
-                16,
-                64,
-                *((64, 6) if is_long else (128, 4)),
-            )
+            tile_pairs, tile_rows = 16, 64
+            tile_in, num_stages = (64, 6) if num_in >= 1024 else (128, 4)
         elif of_expert <= 24 and is_free:
             tile_pairs, tile_rows, tile_in, num_stages = 32, 64, 128, 3
         elif of_expert > 64 and is_free:

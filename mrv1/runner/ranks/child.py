@@ -9,47 +9,26 @@ import select
 import signal
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 
 import torch
 
-from mrv1.config import EngineConfig
 from mrv1.device import rank_devices
-from mrv1.headwise import HeadPolicy
 from mrv1.runner.follower import Follower
 from mrv1.runner.model_runner import ModelRunner
-from mrv1.runner.ranks.control import Answer, Asked, RankControl
-from mrv1.runner.ranks.failure import RankFailure
+from mrv1.runner.ranks.control import RankControl
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
+from mrv1.runner.ranks.messages import Answer, Asked, RankFailure, RankStart
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.sampler import LogitsProcessors
 
 SPIN_SECONDS = 0.02
 """How long a rank on a GPU looks for the next message before it sleeps: longer than most steps.
 A rank on a CPU sleeps at once, as another may need its core."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStart:
-    """What a rank is told first."""
-
-    rank: int
-    config: EngineConfig
-    """With the checkpoint's directory."""
-    head_policy: HeadPolicy | None
-    has_processors: bool
-    """Whether rank 0 has custom logits processors, and draws."""
-    port: int
-    """Rank 0's store."""
-    memory: int
-    """File descriptor of the host memory that all ranks share."""
-    num_threads: int
-    timeout: float
-    """Seconds; see ``processes.TIMEOUT_SECONDS``."""
 
 
 def main(file_descriptor: int) -> None:

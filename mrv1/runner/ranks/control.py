@@ -11,16 +11,16 @@ import contextlib
 import math
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from mrv1.errors import CapacityError, ConfigError, short
+from mrv1.errors import ConfigError, short
 from mrv1.models import NamedTensors
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.ranks.messages import CALL_SECONDS, REFUSALS, Answer, Asked
+from mrv1.runner.ranks.processes import Ranks
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.sleep import SleepTag, checked_tags
 from mrv1.runner.step import StepPlan
@@ -28,39 +28,8 @@ from mrv1.runner.step import StepPlan
 SHARED_BYTES = 1 << 26
 """Most bytes of new weights that the ranks read at a time."""
 
-CALL_SECONDS = 600.0
-"""Longest call between steps, such as one that pins memory for the weights of a large model."""
-
 ALIGNMENT = 16
 """Bytes at a multiple of which each piece begins."""
-
-_REFUSALS = {each.__name__: each for each in (CapacityError, ConfigError)}
-"""Errors of a call that has changed nothing on its rank; any other ends all ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A call of a method of ``RankControl``."""
-
-    name: str
-    args: tuple[object, ...]
-    waits: bool = True
-    """Whether rank 0 waits for the answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The result of a call, or the kind and the message of the error by which a rank refused."""
-
-    value: Any = None
-    refusal: tuple[str, str] | None = None
-
-    def result(self, rank: int) -> Any:  # noqa: ANN401 - of any call
-        """Return the result, or raise the error."""
-        if self.refusal is None:
-            return self.value
-        kind, message = self.refusal
-        raise _REFUSALS[kind](message if rank == 0 else f"rank {rank}: {message}")
 
 
 class Piece(NamedTuple):
@@ -95,7 +64,7 @@ class RankControl:
         try:
             value = getattr(self, asked.name)(*asked.args)
             return Answer(value=value) if asked.waits else None
-        except tuple(_REFUSALS.values()) as error:
+        except tuple(REFUSALS.values()) as error:
             return Answer(refusal=(type(error).__name__, str(error)))
 
     def take_late_error(self) -> str | None:
@@ -228,31 +197,11 @@ def pieces_of(
         yield tuple(pieces)
 
 
-class Asking(Protocol):
-    """The other ranks, as ``mrv1.runner.ranks.processes.Ranks``."""
-
-    def ask(self, asked: Asked) -> None:
-        """Send a call to every rank."""
-        ...
-
-    def answers(self) -> list[Answer]:
-        """Wait for the answers of all, once rank 0 has made the call itself."""
-        ...
-
-    def waiting(self, what: str, timeout: float | None = None) -> AbstractContextManager[None]:
-        """Let this rank's GPU wait for the others' inside, for so many seconds at most."""
-        ...
-
-    def share(self, fd: int) -> None:
-        """Let every rank attach the memory of a file descriptor."""
-        ...
-
-
 class Controls:
     """The calls of all ranks, as rank 0 makes them; an error that is no refusal ends the ranks."""
 
     def __init__(
-        self, runner: ModelRunner, ranks: Asking, end: Callable[[BaseException], None]
+        self, runner: ModelRunner, ranks: Ranks, end: Callable[[BaseException], None]
     ) -> None:
         """Take rank 0's runner, the other ranks, and what to do once a call has failed."""
         self._runner, self._ranks, self._end = runner, ranks, end
@@ -365,6 +314,6 @@ class Controls:
         """Have every rank make a call if one refuses what is asked inside."""
         try:
             yield
-        except tuple(_REFUSALS.values()):
+        except tuple(REFUSALS.values()):
             self.ask(name)
             raise

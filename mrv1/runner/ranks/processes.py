@@ -29,12 +29,10 @@ from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
 from mrv1.runner.model_runner import is_caused_by
-from mrv1.runner.ranks.child import RankStart
-from mrv1.runner.ranks.control import CALL_SECONDS, Answer, Asked
-from mrv1.runner.ranks.failure import RankFailure
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
 from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
+from mrv1.runner.ranks.messages import CALL_SECONDS, Answer, Asked, RankFailure, RankStart
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.ranks.watch import Watch
 
