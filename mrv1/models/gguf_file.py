@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.models.architectures import missing_feature
+from mrv1.models.architectures import ARCHITECTURES, missing_feature
+from mrv1.models.fused import GATE_UP, QKV
 from mrv1.models.gguf_vocab import TOKENS, Vocabulary
 from mrv1.models.quantization.ggml_blocks import BLOCK_TYPES
 from mrv1.models.quantization.gguf import BLOCKS, GGUFBlocks
@@ -35,11 +36,19 @@ FAMILIES = {
     "granite": "GraniteForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
     "glm4": "Glm4ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 """``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``,
 dense Granite 4 ``granite``."""
 _PERMUTED = ("llama", "smollm3", "granite")
 """Architectures whose queries and keys llama.cpp stores in another order."""
+
+_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""Families of Gemma, whose norms are stored as 1 + w, and the layers of their models of 27B, whose
+scores llama.cpp scales by the share of a head in the hidden size."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -58,8 +67,16 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Tensor's name, without layer and ``.weight`` -> the same in a Hugging Face checkpoint."""
+_OUT_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _OTHER_NAMES = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "olmo2": _OUT_NORMS,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma2": _OUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
+    "gemma3": _OUT_NORMS | {"ffn_norm": "pre_feedforward_layernorm"},
     "glm4": {
         "post_attention_norm": "post_self_attn_layernorm",
         "post_ffw_norm": "post_mlp_layernorm",
@@ -192,21 +209,33 @@ class GGUFFile:
         self._factors = None if factors is None else np.array(factors.data, np.float32)
 
     def _parts(self, name: str) -> dict[str, Any]:
-        """Return a tensor by its name, or one with gates, then ups, as two by theirs."""
-        tensor, fused = self._tensors[name], "mlp.gate_up_proj"
-        count = int(tensor.shape[-1]) // 2  # rows, as GGUF lists the fastest dimension first
-        if fused not in name or tensor.shape[-1] != 2 * count:
-            return {name: tensor}
-        halves = {"mlp.gate_proj": slice(0, count), "mlp.up_proj": slice(count, None)}
-        return {
-            name.replace(fused, part): tensor._replace(
-                shape=np.array([*tensor.shape[:-1], count]),
-                n_elements=tensor.n_elements // 2,
-                n_bytes=tensor.n_bytes // 2,
-                data=tensor.data[rows],
-            )
-            for part, rows in halves.items()
-        }
+        """Return a tensor by its name, or one of several linear layers as theirs."""
+        tensor = self._tensors[name]
+        total = int(tensor.shape[-1])  # rows, as GGUF lists the fastest dimension first
+        for fused, sizes in (
+            ("mlp.gate_up_proj", dict.fromkeys(GATE_UP, total // 2)),
+            ("self_attn.qkv_proj", self._qkv_rows() if "qkv_proj" in name else {}),
+        ):
+            if fused in name and sum(sizes.values()) == total:
+                starts = np.cumsum([0, *sizes.values()])
+                return {
+                    name.replace(fused, part): tensor._replace(
+                        shape=np.array([*tensor.shape[:-1], count]),
+                        n_elements=tensor.n_elements * count // total,
+                        n_bytes=tensor.n_bytes * count // total,
+                        data=tensor.data[first : first + count],
+                    )
+                    for (part, count), first in zip(sizes.items(), starts, strict=False)
+                }
+        return {name: tensor}
+
+    def _qkv_rows(self) -> dict[str, int]:
+        """Return the rows of queries, keys and values."""
+        num_heads = self._size("attention.head_count")
+        hidden = self._size("embedding_length")
+        head_dim = self._size("attention.key_length", max(hidden // num_heads, 1))
+        counts = (num_heads, *[self._num_kv_heads(num_heads)] * 2)
+        return dict(zip(QKV, (count * head_dim for count in counts), strict=True))
 
     def _check_split(
         self, files: Sequence[Path], readers: Sequence[Any], num_tensors: int
@@ -297,6 +326,8 @@ class GGUFFile:
             if ".k_proj." in name:
                 num_heads = self._num_kv_heads(num_heads)
             values = _unpermuted(values, num_heads)
+        if self.architecture in _GEMMAS and name.endswith("norm.weight"):
+            values = values - 1
         return torch.from_numpy(values)
 
     def config(self) -> PretrainedConfig:
@@ -328,19 +359,20 @@ class GGUFFile:
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
             "eos_token_id": self.vocabulary.ends,
             "dtype": self._dtype(),
-            **self._of_family(head_dim),
+            **self._of_family(head_dim, context),
         }
         for key in self._fields:
             name = key.removeprefix(f"{self.architecture}.")
             if name != key and key not in self._asked and name not in _WITHOUT_EFFECT:
                 raise ConfigError(f"{key}: expected none, got {self._field(key)!r}")
         try:
-            return AutoConfig.for_model(self.architecture, **settings)
+            family = ARCHITECTURES[FAMILIES[self.architecture]].model_type
+            return AutoConfig.for_model(family, **settings)
         except Exception as error:  # sizes that contradict each other: transformers' own types
             reason = " ".join(str(error).split())
             raise ConfigError(f"{self.architecture}: expected other settings: {reason}") from error
 
-    def _of_family(self, head_dim: int) -> dict[str, Any]:
+    def _of_family(self, head_dim: int, context: int) -> dict[str, Any]:
         """Return the settings that only some families have."""
         layer, number = "model.layers.0.self_attn", self._number
         if self.architecture == "smollm3":
@@ -349,6 +381,10 @@ class GGUFFile:
             return {"attention_out_bias": f"{layer}.o_proj.bias" in self._tensors}
         if self.architecture == "glm4":
             return {"partial_rotary_factor": self._size("rope.dimension_count") / head_dim}
+        if self.architecture == "phi3":
+            return {"partial_rotary_factor": self._size("rope.dimension_count") / head_dim}
+        if self.architecture in _GEMMAS:
+            return self._of_gemma(head_dim, context)
         if self.architecture != "granite":
             return {}
         self._expect("rope.scaling.finetuned", (True,))  # there it says whether layers have rope
@@ -357,6 +393,23 @@ class GGUFFile:
             "embedding_multiplier": number("embedding_scale", 0) or 1.0,
             "residual_multiplier": number("residual_scale", 0) or 1.0,
             "logits_scaling": number("logit_scale"),
+        }
+
+    def _of_gemma(self, head_dim: int, context: int) -> dict[str, Any]:
+        """Return Gemma's settings, with llama.cpp's values where it has no setting."""
+        is_27b = self._size("block_count") == _GEMMAS[self.architecture]
+        head_share = self._size("embedding_length") // self._size("attention.head_count")
+        settings = {
+            "sliding_window": self._size("attention.sliding_window", 4096),
+            "query_pre_attn_scalar": head_share if is_27b else head_dim,
+        }
+        if self.architecture == "gemma3":
+            local = {"rope_type": "default", "rope_theta": 10000.0}
+            ropes = {"full_attention": self._rope(head_dim, context), "sliding_attention": local}
+            return settings | {"rope_parameters": ropes}
+        return settings | {
+            "attn_logit_softcapping": self._number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": self._number("final_logit_softcapping", 30.0),
         }
 
     def _num_kv_heads(self, num_q_heads: int) -> int:
@@ -376,13 +429,17 @@ class GGUFFile:
         num_rows, width = _shape(embed)
         names = (name.split(".") for name in self._tensors if name.startswith("model.layers."))
         window = self._number("attention.sliding_window", context)
-        rotary_dims = range(2, head_dim + 1, 2) if self.architecture == "glm4" else [head_dim]
+        is_partial = self.architecture in ("glm4", "phi3")
+        rotary_dims = range(2, head_dim + 1, 2) if is_partial else [head_dim]
         neutral = _NEUTRAL | {"attention.scale": (0, head_dim**-0.5)}
         if self.architecture == "granite":
             neutral = {key: value for key, value in neutral.items() if key not in _SCALES}
+        if self.architecture == "gemma2":
+            neutral = {key: value for key, value in neutral.items() if "softcap" not in key}
+        if self.architecture not in _GEMMAS:
+            neutral["attention.sliding_window"] = (max(context, window), 0)
         for key, allowed in {
             **neutral,
-            "attention.sliding_window": (max(context, window), 0),
             "attention.value_length": (head_dim,),
             "block_count": (len({name[2] for name in names}),),  # before a loop over the layers
             "embedding_length": (width,),

@@ -26,7 +26,13 @@ from mrv1.kernels.registry import select_ops
 from mrv1.models import Checkpoint, ModelConfig, load_model
 from mrv1.models.gguf_file import open_gguf
 from tests.models.driver import PagedDriver, blocks_needed
-from tests.models.families import ROPES, expected_logits, random_model, tiny_config
+from tests.models.families import (
+    ROPES,
+    expected_logits,
+    random_model,
+    ropes_of,
+    tiny_config,
+)
 from tests.models.quantization.blocks import usable_blocks
 
 gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
@@ -34,10 +40,20 @@ gguf = pytest.importorskip("gguf", reason="not run: the package gguf is not inst
 ARCHITECTURE = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
-    "glm4": "glm4",
+    "glm4": "glm4", "olmo2": "olmo2", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3",
 }  # fmt: skip
-LAYERS = {"smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4}}
-"""llama.cpp knows only models whose every fourth layer has no rope."""
+LAYERS: dict[str, dict[str, Any]] = {
+    "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
+    "gemma2": {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24,
+        "query_pre_attn_scalar": 32, "final_logit_softcapping": 11.0, "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 6, "sliding_window": 24, "query_pre_attn_scalar": 32,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+    },
+}  # fmt: skip
+"""Which layers have rope, or windows, is fixed in llama.cpp; so is the scale of Gemma's scores."""
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The quantizations that gguf writes for rows of 64 and 96 values, too."""
 PROMPT = [(7 * i) % 160 for i in range(90)]
@@ -69,10 +85,16 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    share = config.rope_parameters.get("partial_rotary_factor", 1)
+    ropes = config.rope_parameters
+    share = ropes.get("full_attention", ropes).get("partial_rotary_factor", 1)
     writer.add_rope_dimension_count(int(config.head_dim * share))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_rope(writer, config)
+    if name.startswith("gemma"):
+        writer.add_sliding_window(config.sliding_window)
+    if name == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if name == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -93,6 +115,8 @@ def write_gguf(
             if tensor.dim() == 2:
                 shape = tuple(tensor.shape)
                 tensor.copy_(torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy()))
+            if name.startswith("gemma") and "norm" in key:
+                data = data + 1
             if name in ("llama", "smollm3", "granite") and (
                 ".q_proj." in key or ".k_proj." in key
             ):
@@ -123,7 +147,7 @@ def _permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _write_rope(writer: Any, config: Any) -> None:
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -161,7 +185,12 @@ def check_equal(path: Path, oracle: PreTrainedModel) -> None:
 @pytest.mark.parametrize("family", ARCHITECTURE)
 @pytest.mark.parametrize("rope", ["default", "linear", "yarn"])
 def test_every_family_equals_transformers(tmp_path, family, rope):
-    oracle = random_model(tiny_config(family, rope, **LAYERS.get(family, {})))
+    if rope not in ropes_of(family):
+        pytest.skip(f"{family} has no such rope")
+    config = tiny_config(family, rope, **LAYERS.get(family, {}))
+    if family == "gemma3_text":  # llama.cpp has no setting for it
+        config.rope_parameters["sliding_attention"]["rope_theta"] = 10000.0
+    oracle = random_model(config)
     write_gguf(tmp_path / "model.gguf", oracle)
     check_equal(tmp_path / "model.gguf", oracle)
 
@@ -178,6 +207,8 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("granite", {"residual_multiplier": 0.22, "logits_scaling": 8.0}),
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
         ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.75}),
+        ("phi3", {"num_key_value_heads": 4, "partial_rotary_factor": 0.75}),
+        ("gemma2", LAYERS["gemma2"] | {"attn_logit_softcapping": 3.0}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
@@ -474,13 +505,13 @@ def set_value(writer: Any, name: str, value: Any) -> None:
 
 
 def test_another_family_is_refused(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "gemma2")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "falcon")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     message = (
         "general.architecture: expected one of llama, qwen2, qwen3, smollm3, granite, seed_oss, "
-        "glm4, got 'gemma2'"
+        "glm4, olmo2, phi3, gemma2, gemma3, got 'falcon'"
     )
     check_refused(tmp_path / "model.gguf", message)
 
