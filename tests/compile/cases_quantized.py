@@ -30,7 +30,7 @@ class Kind:
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         heads = {"q6_k": torch.int16, "q4_k": torch.int32, "q5_k": torch.int32}.get(self.code)
-        high = {"q6_k": torch.uint8, "q5_k": torch.int32}.get(self.code)
+        high = {"q6_k": torch.int32, "q5_k": torch.int32}.get(self.code)
         dtypes = (
             torch.int16,
             self.scales,

@@ -29,7 +29,7 @@ class Matrix(NamedTuple):
     zeros: tl.tensor  # as scales, or None
     mins: tl.tensor  # as scales, or None
     heads: tl.tensor  # [out, IN / 256, 4] int32, or of q6_k [out, IN / 256, 9] int16, or None
-    high: tl.tensor  # q5_k: [out, IN / 32] int32; q6_k: [out, IN / 4] uint8; or None
+    high: tl.tensor  # q5_k: [out, IN / 32] int32; q6_k: [out, IN / 16] int32; or None
 
 
 def has_pairs() -> bool:
@@ -423,7 +423,12 @@ def dense_values(
         word = _bits(matrix.high + row * (IN // 32) + col // 32, mask, PER_LANE)
         high = (word >> (element * PER % 32)) & 15
     if CODE == "q6_k":
-        high = tl.load(matrix.high + row * (IN // 4) + element, mask=mask, other=0).to(tl.int32)
+        # A byte for each element; a lane's eight are two words.
+        first = matrix.high + row * (IN // 16) + col // 16
+        word = _bits(first, mask, PER_LANE)
+        if PER_LANE:
+            word = tl.where(element % 8 < 4, word, _bits(first + 1, mask, PER_LANE))
+        high = _byte(word, element % 4)
     dense = ()
     for i in tl.static_range(PER):
         if IS_EXACT:  # powers of two
@@ -448,7 +453,7 @@ def matrix_arguments(weight: QuantizedWeight) -> tuple[torch.Tensor | None, ...]
     heads, high = weight.heads, weight.high
     if heads is not None:
         heads = heads.view(torch.int16 if weight.code == "q6_k" else torch.int32)
-    if high is not None and weight.code == "q5_k":
+    if high is not None:
         high = high.view(torch.int32)
     codes = weight.codes.view(torch.int16)
     return codes, weight.scales, weight.zeros, weight.mins, heads, high
