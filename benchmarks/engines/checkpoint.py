@@ -113,6 +113,19 @@ def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         "eos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
         **_raw_experts(config),
+        **_raw_multipliers(config),
+    }
+
+
+def _raw_multipliers(config: ModelConfig) -> dict[str, object]:
+    """Return what Granite's config.json says of scales."""
+    if not ARCHITECTURES[config.architecture].has_multipliers:
+        return {}
+    return {
+        "embedding_multiplier": (config.embed_scale or 1.0) * config.residual_scale,
+        "attention_multiplier": config.softmax_scale,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logits_divisor,
     }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.engines.checkpoint import write_config
 from benchmarks.measure.floor import (
     active_experts,
     copy_bandwidth,
@@ -14,10 +16,10 @@ from benchmarks.measure.floor import (
     step_kv_bytes,
     step_weight_bytes,
 )
-from benchmarks.measure.shapes import shape_config
+from benchmarks.measure.shapes import SHAPES, shape_config
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.formats import PageFormat
-from mrv1.models import random_weights
+from mrv1.models import ModelConfig, random_weights
 from mrv1.models.weights import Weight
 from mrv1.runner.kv_cache import CacheSpec
 
@@ -114,8 +116,15 @@ def test_a_step_reads_the_experts_of_its_tokens():
     assert together - alone == pytest.approx(one * (active_experts(config, 32) - 8), abs=1)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_config_json_of_a_shape_says_what_the_shape_is(tmp_path: Path, name: str):
+    write_config(tmp_path, SHAPES[name], SHAPES[name].torch_dtype)
+    assert ModelConfig.from_pretrained(tmp_path) == SHAPES[name]
+
+
 def test_unknown_shape_is_refused():
-    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, tiny-random"
+    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, granite-3-8b, "
+    names += "tiny-random, tiny-experts"
     with pytest.raises(ConfigError, match=rf"shape: expected one of {names}, got"):
         shape_config("llama")
 
