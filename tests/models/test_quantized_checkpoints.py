@@ -6,6 +6,7 @@ The library is compressed-tensors; the oracle of a model is transformers with th
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 
+from mrv1.device import kernel_path
 from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
-from mrv1.kernels.registry import select_ops
+from mrv1.kernels.registry import Ops, select_ops
 from mrv1.models import (
     DecoderModel,
     ModelConfig,
     ParallelContext,
+    Weight,
     checkpoint_places,
     load_model,
     memory_of,
@@ -165,6 +168,41 @@ def test_logits_equal_transformers_with_decompressed_weights(tmp_path: Path, nam
     for size in (1, 2):
         for got in on_ranks(size, lambda parallel: logits_of(load(tmp_path, parallel))):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def widened(model: DecoderModel, ops: Ops) -> DecoderModel:
+    """Return the same model with plain matrices, rounded to its dtype."""
+
+    def plain(weight: Weight) -> Weight:
+        parts = [p.dense() if isinstance(p, QuantizedWeight) else p for p in weight.parts]
+        return replace(weight, matrix=torch.cat(parts))
+
+    layers = [
+        replace(
+            layer,
+            **{name: plain(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")},
+        )
+        for layer in model.weights.layers
+    ]
+    return DecoderModel(model.config, replace(model.weights, layers=tuple(layers)), ops)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_cost_no_precision(tmp_path: Path, name: str, device: torch.device):
+    """In bfloat16, token by token and several tokens: no further from float64 than plain ones."""
+    save_compressed(tmp_path, tiny_config("qwen3", **SIZES), {"group_0": SCHEMES[name]})
+    expected = logits_of(load(tmp_path))
+    ops = select_ops(kernel_path(device))
+    model = load(tmp_path, device=device, dtype=torch.bfloat16, ops=ops)
+    plain = widened(model, ops)
+    for chunk in (1, 24):
+        errors = []
+        for each in (model, plain):
+            driver = PagedDriver(each, block_size=16, num_blocks=blocks_needed([PROMPT], 16))
+            (logits,) = driver.logits([PROMPT], chunk)
+            errors.append((logits.cpu().double() - expected).square().mean().sqrt().item())
+        assert errors[0] <= 1.5 * errors[1] + 1e-3, (chunk, errors)
 
 
 @pytest.mark.parametrize("name", ["fp8-channel", "fp8-block", "int4-group", "int8-packed-group"])
