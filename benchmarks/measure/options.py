@@ -46,8 +46,8 @@ class CheckpointBench(BenchOptions):
     model: str | None = None
     """Checkpoint to run instead of a shape."""
     load_format: LoadFormatName = "auto"
-    """``dummy``: only the shape's ``config.json`` is written, and each engine makes up weights of
-    its own: engines have different models, and first tokens are not compared."""
+    """``dummy``: only the shape's ``config.json`` is written, and each engine makes up weights: of
+    its own, where a benchmark does not have all make up the same."""
     tensor_parallel_size: int = 1
     """GPUs of each engine."""
     dtype: Dtype = "auto"

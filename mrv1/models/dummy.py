@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from math import floor, log2, sqrt
 
 import torch
 
+from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import CodeName, QuantizedWeight
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
+from mrv1.models.places import same
 from mrv1.models.quantization import ModulePart
 from mrv1.models.weights import (
     ModelWeights,
@@ -62,6 +65,39 @@ def dummy_weights(
     for _, module, weight in quantized_modules(own, weights, whole=config, parallel=parallel):
         _make_codes(module, weight)
     return weights
+
+
+def made_up_tensors(
+    config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a checkpoint's tensors with the values of ``dummy_weights``, one after the other.
+
+    ConfigError: the model's tensors are stored in another way than they are kept.
+    """
+    places = checkpoint_places(config, empty_weights(config, "meta", dtype))
+    stored = [
+        name
+        for name, place in places.items()
+        if place.target is None or place.module is not None or place.convert is not same
+    ]
+    if stored:
+        raise ConfigError(
+            f"made-up tensors: expected a model that is kept as it is stored, got {stored[0]}"
+        )
+    for name, place in places.items():
+        like = place.target
+        if like is None:
+            continue
+        tensor = torch.empty(place.shape, dtype=like.dtype, device=device)
+        if tensor.dim() == 1 or name.endswith("bias"):
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            step, columns = max(CHUNK // place.shape[1], 1), slice(0, place.shape[1])
+            for first in range(0, len(tensor), step):
+                part = slice(first, min(first + step, len(tensor)))
+                values = _uniform(name, part, columns, tensor.device) * _bound(place.shape[1])
+                tensor[part].copy_(values)
+        yield name, tensor
 
 
 def _make_codes(module: ModulePart, weight: QuantizedWeight) -> None:

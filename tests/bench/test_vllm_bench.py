@@ -349,10 +349,11 @@ def test_mrv1_gets_its_own_options_and_vllm_those_of_vllm(processes: dict[str, A
     )  # fmt: skip
     assert of_vllm == both | {
         "skip_tokenizer_init": True, "disable_log_stats": True, "stream_interval": 5,
+        "load_format": "mrv1_dummy",
     }  # fmt: skip
     EngineConfig(**both)
     assert (result["op"], result["schema"], result["weights"]) == ("ranks", 1, "dummy")
-    assert result["modes"]["mrv1"]["agreement"] is None  # of another model
+    assert result["modes"]["mrv1"]["agreement"]  # of the same model
     half = replace(TINY, num_q_heads=2, num_kv_heads=1, intermediate_size=48)
     figures = result["results"][0]["modes"]["mrv1"]
     # Of 320 tokens in groups of 128 the first rank has two groups.

@@ -21,5 +21,6 @@ def register() -> None:
         interface()
         attention.register()
         model_options.register()
+        from mrv1.integrations.vllm import made_up_weights  # noqa: F401 - registers its loader
     except ConfigError as error:
         logger.warning("mrv1 registers nothing: %s", error)
