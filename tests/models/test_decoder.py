@@ -70,7 +70,7 @@ def test_padding_and_placement_of_blocks_change_no_logits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
 def test_deterministic_hidden_states_do_not_depend_on_the_batch(
     family: str, device: torch.device
 ) -> None:
