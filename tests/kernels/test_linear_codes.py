@@ -225,6 +225,17 @@ def test_scales_are_applied_where_they_cost_least():
     assert got == want
 
 
+@pytest.mark.parametrize(("kind", "num_in"), [("int8_zeros", 72), ("q4_1", 112), ("mxfp4", 48)])
+def test_values_are_scaled_only_where_rows_begin_at_16_bytes(kind, num_in):
+    """A lane loads one scale for 16 bytes of codes, which else are not all its own."""
+    weight = random_weight(kind, 4, num_in, torch.bfloat16, seed=0)
+    assert scaling_of(weight) is None
+    aligned = random_weight(kind, 4, 512, torch.bfloat16, seed=0)
+    room = aligned.codes.new_empty(aligned.codes.numel() + 2)
+    moved = replace(aligned, codes=room[2:].view_as(aligned.codes).copy_(aligned.codes))
+    assert (scaling_of(aligned), scaling_of(moved)) == ("values", None)
+
+
 # --- errors ------------------------------------------------------------------------------------
 
 

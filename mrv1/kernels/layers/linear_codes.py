@@ -415,8 +415,11 @@ def scaling_of(weight: QuantizedWeight) -> str | None:
     """Return where the kernel applies scales; None = it cannot multiply by this weight."""
     per_element = codes_per_element(weight)
     line_in, lane_in = 32 * per_element, 8 * per_element
+    # Numbers of "values" are loaded once for the eight elements of a lane: Triton gives these to
+    # one lane only where each row begins at 16 bytes.
+    is_aligned = weight.num_in % lane_in == 0 and weight.codes.data_ptr() % 16 == 0
     if weight.heads is not None:
-        return "values"
+        return "values" if is_aligned else None
     has_exponents = weight.scales is not None and weight.scales.dtype == torch.uint8
     if (
         not has_exponents
@@ -427,7 +430,8 @@ def scaling_of(weight: QuantizedWeight) -> str | None:
             return "end"
         if weight.group % line_in == 0:
             return "step"
-    return "values" if weight.group % lane_in == 0 or weight.group >= weight.num_in else None
+    has_groups = weight.group % lane_in == 0 or weight.group >= weight.num_in
+    return "values" if is_aligned and has_groups else None
 
 
 def multiplies_codes(weight: QuantizedWeight) -> bool:
