@@ -106,9 +106,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config_of(format="nvfp4-pack-quantized", group={"format": None}),
      rf"{ONE}\.format: expected one of .*, got 'nvfp4-pack-quantized'"),
     (config_of(group={"format": "marlin-24"}), rf"{ONE}\.format: expected one of .*'marlin-24'"),
-    (config_of(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: expected none"),
+    (config_of(sparsity_config={"format": "sparse-24-bitmask"}),
+     r"sparsity_config\.format: expected 'dense', got 'sparse-24-bitmask'"),
     (config_of(transform_config={"config_groups": {"u": {}}}), "transform_config: expected none"),
-    (config_of(quantization_status="frozen"), "quantization_status: expected one of 'compressed'"),
+    (config_of(quantization_status="calibration"), "quantization_status: expected one of 'compre"),
+    ({"quant_method": ["fp8"]}, r"quantization_config\.quant_method: expected one of .*\['fp8'\]"),
+    (config_of({"strategy": "block", "block_structure": "axb"}), "block_structure: expected two"),
     (config_of(group={"weights": None}), rf"{ONE}\.weights: expected a scheme, got None"),
     (config_of(group={"output_activations": {"num_bits": 8}}), rf"{ONE}\.output_activations: exp"),
     (config_of(group={"targets": "Linear"}), rf"{ONE}\.targets: expected a list of names"),
@@ -274,6 +277,15 @@ def test_groups_cut_by_ranks_are_refused_by_name(tmp_path: Path):
             load(tmp_path, parallel)
 
     on_ranks(2, refused)
+
+
+def test_settings_of_older_versions_of_the_library_are_read():
+    """As in the configuration of neuralmagic's first FP8 and INT8 models."""
+    old = {"quantization_status": "frozen", "sparsity_config": {"format": "dense"}}
+    raw = {**config_of(), **old, "global_compression_ratio": 1.24, "kv_cache_scheme": None}
+    for setting in ("quantization_config", "compression_config"):
+        quantization = read_quantization({setting: raw}, {})
+        assert quantization.module("model.layers.0.mlp.up_proj").code == "int4"
 
 
 def test_the_configuration_written_by_the_library_is_read():

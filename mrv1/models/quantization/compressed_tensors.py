@@ -15,6 +15,7 @@ packing.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal, get_args
@@ -271,7 +272,10 @@ def read_compressed_tensors(
 
     ``scale_dtype`` is that of the stored scales. ConfigError: something that is not read.
     """
-    config.refuse("sparsity_config", "transform_config", "moe_sparsity_config")
+    config.refuse("transform_config", "moe_sparsity_config")
+    sparsity = config.part("sparsity_config")
+    if sparsity is not None and sparsity.get("format", "dense") != "dense":
+        raise sparsity.error("format", "'dense'")
     cache = config.part("kv_cache_scheme")
     if cache is not None and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
         raise config.error("kv_cache_scheme", "one of 8 bits of type float")
@@ -280,7 +284,8 @@ def read_compressed_tensors(
         if cache is None:
             raise config.error("config_groups", "at least one group")
         return None
-    config.choice("quantization_status", ("compressed",), "compressed")
+    # Older versions say "frozen"; the dtypes of tensors show that they are compressed.
+    config.choice("quantization_status", ("compressed", "frozen"), "compressed")
     of_all, formats = config.get("format"), []
     targets: dict[str, int] = {}
     for index, group in enumerate(groups.values()):
@@ -342,7 +347,7 @@ def _shares(weights: Settings) -> tuple[Strategy, int, int]:
     if strategy == "group":
         return strategy, 1, weights.count("group_size")
     if strategy == "block":
-        if isinstance(structure := weights.get("block_structure"), str):
+        if re.fullmatch(r"\d+x\d+", str(structure := weights.get("block_structure"))):
             weights = Settings(
                 weights.name, {"block_structure": [*map(int, structure.split("x"))]}
             )

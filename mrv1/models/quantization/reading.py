@@ -80,7 +80,7 @@ def read_quantization(
     if config is None:
         return None
     method = config.get("quant_method")
-    if method not in READERS:
+    if not isinstance(method, str) or method not in READERS:
         raise ConfigError(
             f"{name}.quant_method: expected one of {', '.join(READERS)}, got {method!r}"
         )

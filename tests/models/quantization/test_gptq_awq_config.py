@@ -103,6 +103,7 @@ def test_modules_are_those_whose_names_awq_does_not_leave_out():
         (GPTQ, {"dynamic": {"(": {}}}, "dynamic.(: expected a regular expression, got '('"),
         (GPTQ, {"dynamic": {"a": {"bits": 2}}}, "quantization_config.dynamic.a.bits: expected"),
         (GPTQ, {"modules_in_block_to_quantize": 3}, "expected lists of names, got 3"),
+        (GPTQ, {"modules_in_block_to_quantize": [3]}, "expected lists of names, got [3]"),
         (GPTQ, {"block_name_to_quantize": "h"}, "expected one of 'model.layers', got 'h'"),
         (AWQ, {"bits": 8}, "quantization_config.bits: expected one of 4, got 8"),
         (AWQ, {"version": "gemv"}, "quantization_config.version: expected one of 'gemm', 'GEMM'"),
