@@ -29,7 +29,7 @@ from mrv1.models.fused import OtherNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.places import Place, dtype_text, memory_of
-from mrv1.models.quantization import Quantization
+from mrv1.models.quantization import Quantization, zero_problem
 from mrv1.models.weights import (
     EMBED,
     HEAD,
@@ -151,7 +151,9 @@ def load_weights(
     # Without memory at first: all that headers tell is known to be right before any is taken.
     meta = empty_weights(own, "meta", dtype, vocab_rows=vocab_rows)
     wanted = checkpoint_places(own, meta, whole=config, parallel=parallel)
-    problems = scan.problems + _differences(scan, wanted)
+    if config.quantization is not None and config.quantization.has_zero_biases:
+        _leave_out_zero_biases(checkpoint, scan, wanted)
+    problems = scan.problems + _differences(scan, wanted, is_tied=config.tie_word_embeddings)
     if config.tie_word_embeddings:
         problems += _untied_head(checkpoint, scan)
     raise_problems(checkpoint.where, problems)
@@ -232,15 +234,31 @@ def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
         scan.named, scan.tensors = named, tensors
 
 
-def _differences(scan: Scan, wanted: Mapping[str, Place]) -> list[str]:
+def _leave_out_zero_biases(
+    checkpoint: Checkpoint, scan: Scan, wanted: Mapping[str, Place]
+) -> None:
+    """Forget biases of zeros that the model has not; any other is a problem."""
+    names = scan.tensors.keys() & biases_of_none(wanted)
+    for name, values in checkpoint.read({name: scan.tensors.pop(name) for name in sorted(names)}):
+        if problem := zero_problem(values):
+            scan.problems.append(f"{name}: {problem}")
+    scan.named = scan.named and scan.named - names
+
+
+def biases_of_none(places: Mapping[str, Place]) -> set[str]:
+    """Return the names that biases of quantized modules without one would have."""
+    return {f"{place.module}.bias" for place in places.values() if place.module} - places.keys()
+
+
+def _differences(scan: Scan, wanted: Mapping[str, Place], *, is_tied: bool) -> list[str]:
     """Return every difference between the checkpoint's tensors and the model's."""
     if scan.named is None:
         return []
     problems = [f"{name}: missing" for name in wanted if name not in scan.named]
     problems += [
         f"{name}: surplus, the model has no such tensor"
-        for name in sorted(scan.named - wanted.keys() - {HEAD})
-        if not name.endswith(NON_WEIGHT_SUFFIXES)
+        for name in sorted(scan.named - wanted.keys())
+        if not name.endswith(NON_WEIGHT_SUFFIXES) and not (is_tied and name == HEAD)
     ]
     for name, stored in scan.tensors.items():
         if name not in wanted:

@@ -88,6 +88,10 @@ class Place:
         """Whether this rank has all of the stored tensor."""
         return self.part == whole(self.shape)
 
+    def problem_of(self, values: torch.Tensor) -> str | None:
+        """Say what is wrong with the values of the whole stored tensor, if anything."""
+        return None if self.problem is None else self.problem(values)
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a stored tensor has the shape."""
         return tuple(shape) == self.shape or (self.shape == (1,) and not shape)

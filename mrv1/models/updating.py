@@ -10,8 +10,9 @@ from mrv1.errors import ConfigError
 from mrv1.models.config import ModelConfig
 from mrv1.models.fused import OtherNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
-from mrv1.models.loading import NON_WEIGHT_SUFFIXES
+from mrv1.models.loading import NON_WEIGHT_SUFFIXES, biases_of_none
 from mrv1.models.places import Place
+from mrv1.models.quantization import zero_problem
 from mrv1.models.vision import text_name
 from mrv1.models.weights import EMBED, HEAD
 
@@ -42,7 +43,8 @@ def checked_update(
         given = _split_fused(given, config.other_names, config.hidden_size)
     if config.quantization is not None:
         given = {config.quantization.renamed(name): tensor for name, tensor in given.items()}
-    tied = given.pop(HEAD, None) if HEAD not in places else None
+    is_tied = config.tie_word_embeddings
+    tied = given.pop(HEAD, None) if is_tied and HEAD not in places else None
     if tied is not None and EMBED not in given:  # under one of the two names, as in a checkpoint
         given[EMBED] = tied
     tensors = {
@@ -50,6 +52,9 @@ def checked_update(
         for name, tensor in given.items()
         if name in places or not name.endswith(NON_WEIGHT_SUFFIXES)
     }
+    if config.quantization is not None and config.quantization.has_zero_biases:
+        biases = biases_of_none(places)
+        tensors = {n: t for n, t in tensors.items() if n not in biases or not _is_zero(t)}
     problems = list(_problems(tensors, places, partial=partial))
     if tied is not None and not problems:
         problems += _tied_problems(tied, tensors[EMBED], places[EMBED])
@@ -61,6 +66,11 @@ def checked_update(
         name: tensor[None] if places[name].is_one or not tensor.dim() else tensor
         for name, tensor in ordered
     }
+
+
+def _is_zero(tensor: object) -> bool:
+    is_here = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+    return is_here and zero_problem(tensor) is None
 
 
 def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tensor]:
@@ -151,7 +161,7 @@ def _problems_of(name: str, tensor: torch.Tensor, place: Place) -> Iterator[str]
         yield f"{name}: expected a dense tensor, got {kind}"
     elif not place.fits(tensor.shape):
         yield f"{name}: expected shape {list(place.shape)}, got {list(tensor.shape)}"
-    elif place.problem is not None and (problem := place.problem(tensor)) is not None:
+    elif (problem := place.problem_of(tensor)) is not None:
         yield f"{name}: {problem}"
 
 

@@ -7,7 +7,12 @@ each stored tensor of a module. Imports go from ``reading`` to the families, to 
 ``formats``.
 """
 
-from mrv1.models.quantization.formats import ModuleFormat, ModulePart, shared_rows
+from mrv1.models.quantization.formats import (
+    ModuleFormat,
+    ModulePart,
+    shared_rows,
+    zero_problem,
+)
 from mrv1.models.quantization.gguf import GGUFBlocks
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.reading import as_asked, read_quantization
@@ -22,4 +27,5 @@ __all__ = [
     "as_asked",
     "read_quantization",
     "shared_rows",
+    "zero_problem",
 ]

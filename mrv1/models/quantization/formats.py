@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -168,7 +168,7 @@ def scale_place(
         convert=partial(_repeated, times=times, offset=zeros_from or 0),
         rows_per_row=times,
         first_row=part.rows.start // in_memory - first * times,
-        problem=scale_problem if zeros_from is None else no_problem,
+        problem=scale_problem_of(weight.code) if zeros_from is None else no_problem,
         module=part.name,
     )
 
@@ -191,13 +191,34 @@ def _numbers(values: torch.Tensor) -> torch.Tensor:
     return exponent_values(values.view(torch.uint8))
 
 
-def scale_problem(values: torch.Tensor) -> str | None:
+def scale_problem(values: torch.Tensor, *, may_be_negative: bool = False) -> str | None:
     """Say what is wrong with scales: they are finite and positive."""
     wide = _numbers(values).float()
-    if bool((wide.isfinite() & (wide > 0)).all()):
+    is_right = wide.isfinite() & ((wide != 0) if may_be_negative else (wide > 0))
+    if bool(is_right.all()):
         return None
-    bad = wide[~(wide.isfinite() & (wide > 0))]
-    return f"expected finite values > 0, got {bad[0].item():g} ({bad.numel()} of {wide.numel()})"
+    bad, expected = wide[~is_right], "other than 0" if may_be_negative else "> 0"
+    return (
+        f"expected finite values {expected}, got {bad[0].item():g} "
+        f"({bad.numel()} of {wide.numel()})"
+    )
+
+
+def scale_problem_of(code: CodeName) -> Callable[[torch.Tensor], str | None]:
+    """Return what checks the scales of codes.
+
+    Integers have one more value below zero than above: AutoRound has negative scales where the
+    largest weight of a group is positive.
+    """
+    return scale_problem if code == "e4m3" else partial(scale_problem, may_be_negative=True)
+
+
+def zero_problem(values: torch.Tensor) -> str | None:
+    """Say what is wrong with a tensor that the model has not: values other than 0 would count."""
+    others = int(values.count_nonzero())
+    if not others:
+        return None
+    return f"expected zeros, as the model has no such tensor, got {others} other values"
 
 
 def no_problem(values: torch.Tensor) -> str | None:

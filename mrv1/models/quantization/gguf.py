@@ -43,18 +43,27 @@ class BlocksPlace(Place):
     @torch.no_grad()
     def fill(self, values: torch.Tensor, first: int = 0) -> None:
         """Write rows of this rank's part; ConfigError: a scale is no number."""
-        tensors = self.weight.tensors
-        for name, rows in self.fields(values.to(self.weight.device)).items():
-            if name in ("scales", "mins", "heads") and not bool(_are_numbers(rows).all()):
-                raise ConfigError(
-                    f"{self.module}.{BLOCKS}: expected finite {name} of blocks, got another"
-                )
+        tensors, fields = self.weight.tensors, self.fields(values.to(self.weight.device))
+        if (problem := _problem_of(fields)) is not None:
+            raise ConfigError(f"{self.module}.{BLOCKS}: {problem}")
+        for name, rows in fields.items():
             tensors[name][first : first + len(rows)].copy_(rows)
+
+    def problem_of(self, values: torch.Tensor) -> str | None:
+        """Say what is wrong with scales: an update checks all before it writes any."""
+        return _problem_of(self.fields(values))
 
     def pad(self) -> None:
         """Write zeros after the rows that this rank has."""
         for tensor in self.memory:
             tensor[self.part[0].stop - self.part[0].start :].zero_()
+
+
+def _problem_of(fields: Fields) -> str | None:
+    for name in fields.keys() & {"scales", "mins", "heads"}:
+        if not bool(_are_numbers(fields[name]).all()):
+            return f"expected finite {name} of blocks, got another"
+    return None
 
 
 def _are_numbers(rows: torch.Tensor) -> torch.Tensor:

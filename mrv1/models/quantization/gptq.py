@@ -4,6 +4,7 @@
     qzeros   [groups, out * bits / 32] int32: a word has neighbouring outputs
     scales   [groups, out]
     g_idx    [in] int32: the group of each input
+    bias     [out], also where the model has none: AutoGPTQ stores zeros then
 
 The value of a code is ``(code - zero) * scale``. Version 1 stores zero points one lower: whole
 words were subtracted, so that a zero point 0 borrows from the field above, and the sum of words
@@ -120,6 +121,7 @@ class GPTQ(Quantization):
 
     method: ClassVar[str] = METHOD
     has_vocabulary: ClassVar[bool] = True
+    has_zero_biases: ClassVar[bool] = True
 
     form: GPTQFormat
     """The format of a module that no pattern matches."""
@@ -205,7 +207,7 @@ def _endings(config: Settings) -> tuple[str, ...]:
     lists, key = config.get("modules_in_block_to_quantize", ()), "modules_in_block_to_quantize"
     if isinstance(lists, str) or not isinstance(lists, Sequence):
         raise config.error(key, "lists of names")
-    names = [name for each in lists for name in ([each] if isinstance(each, str) else each)]
+    names = [name for each in lists for name in (each if isinstance(each, list) else [each])]
     if not all(isinstance(name, str) for name in names):
         raise config.error(key, "lists of names")
     return tuple(names)

@@ -9,7 +9,7 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight, low_and_high
 from mrv1.models.places import Place
-from mrv1.models.quantization.formats import SCALE_DTYPES, ModulePart, scale_problem
+from mrv1.models.quantization.formats import SCALE_DTYPES, ModulePart, scale_problem_of
 
 LAYERS = "model.layers."
 """Beginning of the names of a decoder's layers."""
@@ -89,7 +89,7 @@ def scale_columns(
         part=(groups, part.rows),
         dtypes=SCALE_DTYPES,
         convert=torch.t,
-        problem=scale_problem,
+        problem=scale_problem_of(weight.code),
         module=part.name,
     )
 

@@ -20,6 +20,9 @@ class Quantization(ABC):
     has_vocabulary: ClassVar[bool] = False
     """Whether the embedding and the head may be quantized."""
 
+    has_zero_biases: ClassVar[bool] = False
+    """Whether quantized modules are stored with biases, of zeros, also where a model has none."""
+
     @abstractmethod
     def module(self, name: str) -> ModuleFormat | None:
         """Return how a linear module's matrix is stored; None = in full precision.

@@ -196,6 +196,26 @@ def test_a_scale_that_is_no_number_is_refused_by_name(tmp_path):
         load(path)
 
 
+def test_an_update_with_a_scale_that_is_no_number_changes_nothing(tmp_path):
+    path, name = tmp_path / "model.gguf", "model.layers.0.mlp.up_proj.blocks"
+    write_gguf(path, random_model(tiny_config("llama", num_hidden_layers=1)), quantization="Q8_0")
+    checkpoint = Checkpoint.open(path)
+    tensors = dict(
+        checkpoint.read(checkpoint.scan(quantization=checkpoint.quantization()).tensors)
+    )
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] + 1
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 1, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinite
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    options = {"dtype": "float64", "max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8}
+    with LLM(path, quantization="gguf", **options) as llm:
+        before = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+        with pytest.raises(ConfigError, match=f"{name}: expected finite scales of blocks.*no wei"):
+            llm.update_weights(tensors)
+        after = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert after == before
+
+
 @needs_smollm2
 @pytest.mark.full
 def test_smollm2_has_the_same_loss_in_blocks():

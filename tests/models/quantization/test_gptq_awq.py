@@ -101,8 +101,13 @@ def change(path: Path, name: str, edit: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "last", "edit", "message"),
     [
-        (GPTQ, "scales", lambda t: t * float("nan"), "expected finite values > 0, got nan"),
-        (AWQ, "scales", lambda t: t * 0, "expected finite values > 0, got 0"),
+        (
+            GPTQ,
+            "scales",
+            lambda t: t * float("nan"),
+            "expected finite values other than 0, got nan",
+        ),
+        (AWQ, "scales", lambda t: t * 0, "expected finite values other than 0, got 0"),
         (GPTQ, "g_idx", lambda t: t + 1, "expected groups from 0 to 1, got 1 to 2"),
         (GPTQ, "g_idx", lambda t: t[:-1], r"expected shape \[64\], got \[63\]"),
         (GPTQ, "qzeros", lambda t: t + 1, "expected zero points 8 where sym is true, got 9"),
@@ -144,3 +149,68 @@ def test_new_weights_are_those_of_the_other_checkpoint(tmp_path):
             outputs = llm.generate([PROMPT], params, use_tqdm=False)
             tokens.append(outputs[0].outputs[0].token_ids)
     assert tokens[0] == tokens[1]
+
+
+# --- as published ---
+
+
+def stored_of(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def save_stored(path: Path, stored: dict[str, torch.Tensor]) -> None:
+    save_file(stored, path / "model.safetensors")
+
+
+def test_zero_biases_of_a_model_without_biases_are_left_out(tmp_path):
+    """AutoGPTQ stores one for every module: so do Qwen2.5's and most of Llama's checkpoints."""
+    oracle = save_quantized(tmp_path, tiny_config("qwen2", num_hidden_layers=1, **SIZES), GPTQ)
+    stored = stored_of(tmp_path)
+    modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+    zeros = {f"{each}.bias": torch.zeros(stored[f"{each}.scales"].shape[1]) for each in modules}
+    save_stored(tmp_path, zeros | stored)
+    torch.testing.assert_close(
+        logits_of(tmp_path), expected_logits(oracle, PROMPT), rtol=0, atol=2e-5
+    )
+    options = {"dtype": "float64", "max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8}
+    name = "model.layers.0.mlp.down_proj.bias"
+    with LLM(tmp_path, **options) as llm:
+        llm.update_weights(zeros | stored)
+        with pytest.raises(ConfigError, match=f"{name}: expected the name of a tensor of"):
+            llm.update_weights({**zeros, **stored, name: zeros[name] + 1})
+    save_stored(tmp_path, zeros | stored | {name: zeros[name] + 1})
+    with pytest.raises(ConfigError, match=f"{name}: expected zeros, .*, got 64 other values"):
+        logits_of(tmp_path)
+    save_stored(tmp_path, stored | {"model.layers.0.mlp.down.bias": zeros[name]})
+    with pytest.raises(ConfigError, match=r"down.bias: surplus"):
+        logits_of(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [GPTQ, AWQ])
+def test_scales_of_integers_may_be_negative(tmp_path, settings):
+    """Where a group's largest weight is positive, AutoRound's symmetric scale is negative."""
+    config = tiny_config("llama", num_hidden_layers=1, **SIZES)
+    oracle = save_quantized(tmp_path, config, settings)
+    change(tmp_path, "model.layers.0.mlp.up_proj.scales", torch.neg)
+    with torch.no_grad():
+        oracle.model.layers[0].mlp.up_proj.weight.neg_()
+    torch.testing.assert_close(
+        logits_of(tmp_path), expected_logits(oracle, PROMPT), rtol=0, atol=2e-5
+    )
+
+
+def test_a_plain_head_beside_a_quantized_one_is_refused(tmp_path):
+    """It is not the embedding's, which only a tied head stands for."""
+    config = tiny_config("llama", num_hidden_layers=1, **SIZES)
+    save_quantized(tmp_path, config, GPTQ | {"lm_head": True})
+    stored = stored_of(tmp_path)
+    head = torch.ones_like(stored["model.embed_tokens.weight"])
+    options = {"dtype": "float64", "max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8}
+    with (
+        LLM(tmp_path, **options) as llm,
+        pytest.raises(ConfigError, match=r"lm_head.weight: expected the name of a tensor of"),
+    ):
+        llm.update_weights({"lm_head.weight": head}, partial=True)
+    save_stored(tmp_path, stored | {"lm_head.weight": head})
+    with pytest.raises(ConfigError, match=r"lm_head.weight: surplus"):
+        logits_of(tmp_path)
