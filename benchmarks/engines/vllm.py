@@ -179,6 +179,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         for mode in modes.values():
             if not mode.starts_s and mode.error is None:
                 mode.error = INTERRUPTED
+    is_dummy = bench.load_format == "dummy"
     op, schema = ("vllm", SCHEMA) if bench.tensor_parallel_size == 1 else ("ranks", RANKS_SCHEMA)
     return {
         **header(op, schema, bench, machine),
@@ -188,6 +189,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             "output_tokens": bench.output_tokens,
             "sampling": "greedy, end-of-sequence ignored, token ids in and out",
             "prompts": "random token ids, the same for every mode, others for every run",
+            **({"made_up_weights": "the same for every mode"} if is_dummy else {}),
             **bench.engine_options(),
             "stream_interval": bench.output_tokens,
             "other_options": "each engine's defaults",

@@ -52,8 +52,10 @@ def _gpus(conditions: Mapping[str, Any]) -> str:
 
 
 def _weights(result: Mapping[str, Any]) -> str:
-    is_dummy = result["weights"] == "dummy"
-    return "weights of each engine's own" if is_dummy else f"{result['weights']} weights"
+    if result["weights"] != "dummy":
+        return f"{result['weights']} weights"
+    shared = result["conditions"].get("made_up_weights")  # older files lack it
+    return f"made-up weights, {shared}" if shared else "weights of each engine's own"
 
 
 def serving_table(file: ResultFile) -> str:

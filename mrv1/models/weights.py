@@ -376,7 +376,7 @@ def checkpoint_places(
             convert=plus_one if adds_one else same,
         )  # fmt: skip
     if config.quantization is not None:
-        raise_problems("quantization_config", _quantization_problems(whole))
+        _check_quantized_modules(whole)
         problems = []
         for form, module, weight in quantized_modules(
             config, weights, whole=whole, parallel=parallel
@@ -471,25 +471,36 @@ def quantized_modules(
                 start = stop
 
 
-def _quantization_problems(config: ModelConfig) -> list[str]:
-    """Return a problem for each quantized module that this model cannot have quantized."""
-    quantization, family = config.quantization, ARCHITECTURES[config.architecture].experts
+def _check_quantized_modules(config: ModelConfig) -> None:
+    """Raise a ``ConfigError`` for each quantized module that this model cannot have quantized."""
+    quantization, architecture = config.quantization, ARCHITECTURES[config.architecture]
+    if quantization is None:
+        return
     kinds = {"model.embed_tokens": "Embedding", "lm_head": "Linear"}
-    if quantization is not None and quantization.has_vocabulary:
+    if quantization.has_vocabulary:
         kinds = {}
     for index in range(config.num_layers):
-        if config.has_experts(index) and family is not None:
-            block = f"model.layers.{index}.{family.block}"
-            kinds |= dict.fromkeys(
-                (f"{block}.gate", f"{block}.experts.0.{family.parts[0]}"), "Linear"
-            )
-    return [
-        f"{name}: expected full precision (embedding, head, routers and experts), got a module "
-        f"that {quantization.method} has quantized; list it in ignore or modules_to_not_convert "
-        "if it is not"
-        for name, kind in kinds.items()
-        if quantization is not None and quantization.holds(name, kind)
-    ]
+        if config.has_experts(index) and architecture.experts is not None:
+            block = f"model.layers.{index}.{architecture.experts.block}"
+            first = f"{block}.experts.0.{architecture.experts.parts[0]}"
+            kinds |= dict.fromkeys((f"{block}.gate", first), "Linear")
+    where = "quantization" if quantization.quantizes else "quantization_config"
+    advice = "list it in ignore or modules_to_not_convert if it is not"
+    if quantization.quantizes:
+        advice = "pass None"
+    else:
+        fused = (f"model.layers.0.{name}" for name in architecture.fused)
+        kinds |= dict.fromkeys(fused, "Linear")
+    raise_problems(
+        where,
+        [
+            f"{name}: expected full precision (embedding, head, routers, experts, and what is "
+            f"several modules in one), got a module that {quantization.method} quantizes; "
+            f"{advice}"
+            for name, kind in kinds.items()
+            if quantization.holds(name, kind)
+        ],
+    )
 
 
 def random_weights(

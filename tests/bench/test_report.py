@@ -534,6 +534,10 @@ def test_modes_of_vllm_show_figures_and_failures():
     assert "; medians of 3 runs in each of 2 processes; " in modes_table(_file(result))
     result["conditions"]["in_turns"] = True
     assert " in each of 2 processes, the modes in turns; " in modes_table(_file(result))
+    result["weights"] = "dummy"
+    assert " shape, weights of each engine's own, bfloat16, " in modes_table(_file(result))
+    conditions["made_up_weights"] = "the same for every mode"
+    assert " made-up weights, the same for every mode, bfloat16, " in modes_table(_file(result))
     assert "; worker failed: no memory; commit" in table
 
 

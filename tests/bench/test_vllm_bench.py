@@ -354,6 +354,7 @@ def test_mrv1_gets_its_own_options_and_vllm_those_of_vllm(processes: dict[str, A
     EngineConfig(**both)
     assert (result["op"], result["schema"], result["weights"]) == ("ranks", 1, "dummy")
     assert result["modes"]["mrv1"]["agreement"]  # of the same model
+    assert result["conditions"]["made_up_weights"] == "the same for every mode"
     half = replace(TINY, num_q_heads=2, num_kv_heads=1, intermediate_size=48)
     figures = result["results"][0]["modes"]["mrv1"]
     # Of 320 tokens in groups of 128 the first rank has two groups.

@@ -168,8 +168,32 @@ def test_routers_and_experts_must_be_in_full_precision(tmp_path: Path):
             load(tmp_path, load_format="dummy")
     raw.pop("quantization_config")
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\.gate_proj: expected full precision"):
+    message = r"^quantization: .*mlp\.experts\.0\.gate_proj: expected full precision.*; pass None$"
+    with pytest.raises(ConfigError, match=message):
         load(tmp_path, load_format="dummy", quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("phi3", ["self_attn.qkv_proj", "mlp.gate_up_proj"]),
+        ("glm4", ["mlp.gate_up_proj"]),
+        ("granitemoehybrid", ["shared_mlp.input_linear"]),
+    ],
+)
+def test_several_modules_in_one_must_be_in_full_precision(
+    tmp_path: Path, family: str, names: list[str]
+):
+    """While loading they may be quantized: they are several modules then."""
+    tiny_checkpoint(tmp_path, family)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    load(tmp_path, quantization="fp8")
+    raw["quantization_config"] = config_of()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match="full precision") as caught:
+        load(tmp_path)
+    for name in names:
+        assert f"model.layers.0.{name}: expected full precision" in str(caught.value)
 
 
 def test_settings_in_several_places_must_agree(tmp_path: Path):

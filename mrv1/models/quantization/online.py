@@ -82,6 +82,7 @@ class OnlineFP8(Quantization):
     """Linear modules quantized to FP8 while they load."""
 
     method: ClassVar[str] = "fp8"
+    quantizes: ClassVar[bool] = True
 
     @property
     def formats(self) -> tuple[OnlineFormat, ...]:

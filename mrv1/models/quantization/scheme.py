@@ -19,6 +19,8 @@ class Quantization(ABC):
     """As ``quant_method`` names it."""
     has_vocabulary: ClassVar[bool] = False
     """Whether the embedding and the head may be quantized."""
+    quantizes: ClassVar[bool] = False
+    """Whether the checkpoint is in full precision, and is quantized while it loads."""
 
     has_zero_biases: ClassVar[bool] = False
     """Whether quantized modules are stored with biases, of zeros, also where a model has none."""
@@ -65,6 +67,10 @@ class _OfLayers(Quantization):
     @property
     def has_vocabulary(self) -> bool:  # type: ignore[override]
         return self.every.has_vocabulary
+
+    @property
+    def quantizes(self) -> bool:  # type: ignore[override]
+        return self.every.quantizes
 
     @property
     def formats(self) -> tuple[ModuleFormat, ...]:
