@@ -339,10 +339,10 @@ class HeadPolicy:
     def within(self, layer_windows: Sequence[int]) -> HeadPolicy:
         """Return the policy for a model whose layers have windows of their own, -1 = none.
 
-        Full heads get the window of their layer.
+        Full heads get the window of their layer; in a policy that is this one, they have it.
 
         Raises:
-            ConfigError: another number of layers, or a layer with a window has streaming heads.
+            ConfigError: another number of layers, or a layer with a window has heads with another.
         """
         if len(layer_windows) != self.num_layers:
             raise ConfigError(
@@ -351,7 +351,7 @@ class HeadPolicy:
             )
         layers = []
         for index, (window, layer) in enumerate(zip(layer_windows, self.heads, strict=True)):
-            if window >= 0 and not all(seen.is_full for seen in layer):
+            if window >= 0 and not {*layer} <= {FULL, Visible(window)}:
                 raise ConfigError(
                     f"head_policy: expected full heads in layer {index}, which has a window of "
                     f"its own ({window}), got {list(layer)}"

@@ -117,6 +117,22 @@ def test_layers_that_are_stored_in_different_ways_are_kinds_of_their_own(
         assert num_kernels == num_keys > 20
 
 
+def test_layers_with_a_window_of_their_own_are_compiled(forks: Forks, tmp_path: Path):
+    """And gates with gelu, scores with a cap, and norms with weights in float32."""
+    settings = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    config = tiny_config("gemma2", num_hidden_layers=4, **settings)
+    config.architectures = ["Gemma2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    kernels = kernel_set(model=str(tmp_path))
+    assert kernels.with_few_layers().model_config.layer_windows == (24, -1)
+    pickled = tmp_path / "set"
+    pickled.write_bytes(pickle.dumps([kernels]))
+    run = forks.run(RECORD, str(pickled), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    num_kernels, num_keys, _ = map(int, run.stdout.split())
+    assert num_kernels == num_keys > 20
+
+
 def of_rank(kernels: KernelSet, rank: int, size: int) -> KernelSet:
     config = replace(kernels.config, tensor_parallel_size=size)
     return replace(kernels, config=config, rank=rank, has_peers=True)
