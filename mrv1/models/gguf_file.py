@@ -381,8 +381,12 @@ class GGUFFile:
             return {"attention_out_bias": f"{layer}.o_proj.bias" in self._tensors}
         if self.architecture == "glm4":
             return {"partial_rotary_factor": self._size("rope.dimension_count") / head_dim}
-        if self.architecture == "phi3":
-            return {"partial_rotary_factor": self._size("rope.dimension_count") / head_dim}
+        if self.architecture == "phi3":  # llama.cpp ignores its window; 0 is its value for none
+            window = self._number("attention.sliding_window", 0)
+            return {
+                "partial_rotary_factor": self._size("rope.dimension_count") / head_dim,
+                "sliding_window": self._size("attention.sliding_window") if window else None,
+            }
         if self.architecture in _GEMMAS:
             return self._of_gemma(head_dim, context)
         if self.architecture != "granite":
@@ -399,15 +403,19 @@ class GGUFFile:
         """Return Gemma's settings, with llama.cpp's values where it has no setting."""
         is_27b = self._size("block_count") == _GEMMAS[self.architecture]
         head_share = self._size("embedding_length") // self._size("attention.head_count")
-        settings = {
-            "sliding_window": self._size("attention.sliding_window", 4096),
-            "query_pre_attn_scalar": head_share if is_27b else head_dim,
-        }
+        settings: dict[str, Any] = {"query_pre_attn_scalar": head_share if is_27b else head_dim}
         if self.architecture == "gemma3":
-            local = {"rope_type": "default", "rope_theta": 10000.0}
+            if self._number("attention.sliding_window", 0):
+                settings["sliding_window"] = self._size("attention.sliding_window")
+            else:  # no layer has a window
+                settings["layer_types"] = ["full_attention"] * self._size("block_count")
+            theta = float(self._number("rope.freq_base_swa", 10000.0))
+            local = {"rope_type": "default", "rope_theta": theta}
             ropes = {"full_attention": self._rope(head_dim, context), "sliding_attention": local}
-            return settings | {"rope_parameters": ropes}
+            cap = self._number("final_logit_softcapping", 0) or None
+            return settings | {"rope_parameters": ropes, "final_logit_softcapping": cap}
         return settings | {
+            "sliding_window": self._size("attention.sliding_window", 4096),
             "attn_logit_softcapping": self._number("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": self._number("final_logit_softcapping", 30.0),
         }
@@ -436,7 +444,9 @@ class GGUFFile:
             neutral = {key: value for key, value in neutral.items() if key not in _SCALES}
         if self.architecture == "gemma2":
             neutral = {key: value for key, value in neutral.items() if "softcap" not in key}
-        if self.architecture not in _GEMMAS:
+        if self.architecture == "gemma3":
+            del neutral["final_logit_softcapping"]
+        if self.architecture not in (*_GEMMAS, "phi3"):
             neutral["attention.sliding_window"] = (max(context, window), 0)
         for key, allowed in {
             **neutral,

@@ -90,10 +90,12 @@ def write_gguf(
     writer.add_rope_dimension_count(int(config.head_dim * share))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     _write_rope(writer, config)
-    if name.startswith("gemma"):
+    has_windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if has_windows or (name == "phi3" and config.sliding_window is not None):
         writer.add_sliding_window(config.sliding_window)
     if name == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None) is not None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if name == "granite":
         writer.add_attention_scale(config.attention_multiplier)
@@ -149,6 +151,8 @@ def _permuted(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def _write_rope(writer: Any, config: Any) -> None:
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if (local := config.rope_parameters.get("sliding_attention")) is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
@@ -188,8 +192,6 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
     if rope not in ropes_of(family):
         pytest.skip(f"{family} has no such rope")
     config = tiny_config(family, rope, **LAYERS.get(family, {}))
-    if family == "gemma3_text":  # llama.cpp has no setting for it
-        config.rope_parameters["sliding_attention"]["rope_theta"] = 10000.0
     oracle = random_model(config)
     write_gguf(tmp_path / "model.gguf", oracle)
     check_equal(tmp_path / "model.gguf", oracle)
@@ -208,7 +210,10 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("seed_oss", {"attention_bias": False, "attention_out_bias": True}),
         ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.75}),
         ("phi3", {"num_key_value_heads": 4, "partial_rotary_factor": 0.75}),
+        ("phi3", {"sliding_window": 24}),
         ("gemma2", LAYERS["gemma2"] | {"attn_logit_softcapping": 3.0}),
+        ("gemma3_text", LAYERS["gemma3_text"] | {"final_logit_softcapping": 7.0}),
+        ("gemma3_text", {"query_pre_attn_scalar": 32}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
