@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (config_of({"strategy": "attn_head"}), rf"{ONE}\.weights\.strategy: expected one of 'tensor'"),
     (config_of({"strategy": "block"}), rf"{ONE}\.weights\.block_structure: expected two positive"),
     (config_of({"dynamic": True}), rf"{ONE}\.weights\.dynamic: expected none, got True"),
-    (config_of({"strategy": "channel", "actorder": "group"}), rf"{ONE}\.weights\.actorder: expec"),
+    (config_of({"strategy": "channel", "actorder": "group"}), rf"{ONE}\.weights\.actorder: expected"),
     (config_of({"num_bits": 4, "type": "float"}, group={"format": "float-quantized"}),
      rf"{ONE}\.weights\.num_bits: expected one of 8, got 4"),
     (config_of({"num_bits": 8, "type": "float", "symmetric": False},
