@@ -145,6 +145,15 @@ def test_one_bad_tensor_changes_no_weight_on_any_rank(pair, bad):
     assert tokens(several) == before
 
 
+def test_an_update_of_no_weight_changes_nothing_on_any_rank(pair):
+    """Tensors that a checkpoint may have and no model needs."""
+    for engine in pair:
+        before = tokens(engine)
+        name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+        engine.update_weights({name: torch.ones(8)}, partial=True)
+        assert tokens(engine) == before
+
+
 @pytest.mark.parametrize(
     ("error", "raised"), [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(), RuntimeError)]
 )

@@ -285,6 +285,8 @@ class Controls:
         runner.check_between_steps()
         runner.memory.check_awake()
         tensors = runner.memory.checked_update(named_tensors, partial=partial)
+        if not tensors:  # those that were given are no weights
+            return
         names = tuple(tensors)
         widest = max(tensor[:1].nbytes for tensor in tensors.values())
         nbytes = sum(_aligned(tensor.nbytes) for tensor in tensors.values())
