@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -57,6 +58,19 @@ def env_count(name: str, default: int | None, *, least: int = 1) -> int | None:
 def child_environment(**variables: str) -> dict[str, str]:
     """Return the environment for a child process, with some variables set."""
     return os.environ | variables
+
+
+def module_paths() -> list[str]:
+    """Return where this process looks for modules, for the ``PYTHONPATH`` of a child.
+
+    Python passes over entries of ``sys.path`` that are no text, and a folder that is gone.
+    """
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        here = ""
+    paths = [path or here for path in sys.path if isinstance(path, str)]
+    return [path for path in paths if path]
 
 
 def export(**variables: str) -> None:

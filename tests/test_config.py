@@ -32,7 +32,7 @@ from mrv1.device import (
     resolve_device,
     resolve_dtype,
 )
-from mrv1.environment import VARIABLES
+from mrv1.environment import VARIABLES, module_paths
 from mrv1.sampler import LogitsProcessor
 from tests.forks import Forks
 
@@ -467,3 +467,14 @@ def test_two_steps_are_in_flight_unless_overlap_is_off_or_flashinfer_plans():
     assert EngineConfig(model="tiny").steps_in_flight == 2
     assert EngineConfig(model="tiny", overlap=False).steps_in_flight == 1
     assert EngineConfig(model="tiny", attention_backend="flashinfer").steps_in_flight == 1
+
+
+def test_a_child_looks_for_modules_where_this_process_finds_them(tmp_path, monkeypatch):
+    """Python itself passes over what is no text, and over a folder that is gone."""
+    monkeypatch.setattr(sys, "path", ["", tmp_path, "/some/folder"])
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    assert module_paths() == [str(gone), "/some/folder"]
+    gone.rmdir()
+    assert module_paths() == ["/some/folder"]

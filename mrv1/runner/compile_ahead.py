@@ -29,7 +29,7 @@ import torch
 
 from mrv1.config import EngineConfig, dtype_name
 from mrv1.device import FP_FUSION, DeviceInfo, resolve_dtype, visible_gpus
-from mrv1.environment import child_environment
+from mrv1.environment import child_environment, module_paths
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.headwise import HeadPolicy
 from mrv1.models import Checkpoint, ModelConfig
@@ -227,7 +227,7 @@ class AheadCompiler:
             stderr=self._errors,
             start_new_session=True,  # a group of processes, to be ended together
             env=child_environment(
-                PYTHONPATH=os.pathsep.join(path or os.getcwd() for path in sys.path),
+                PYTHONPATH=os.pathsep.join(module_paths()),
                 CUDA_VISIBLE_DEVICES="",
                 TRITON_INTERPRET="0",
                 OMP_NUM_THREADS="1",

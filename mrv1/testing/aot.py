@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from mrv1.environment import module_paths
 from mrv1.errors import ConfigError
 
 _KIB = 1024
@@ -191,7 +192,7 @@ def compile_for(
     command = [sys.executable, "-m", "mrv1.testing.aot", f"{target}[{first}::{step}]", *modules]
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "PYTHONPATH": os.pathsep.join(module_paths()),
     }
     child = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if child.returncode:

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from mrv1.config import EngineConfig
-from mrv1.environment import child_environment
+from mrv1.environment import child_environment, module_paths
 from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
 from mrv1.forks import tell_of_forks
 from mrv1.headwise import HeadPolicy
@@ -147,7 +147,7 @@ class Member:
 def _python_path() -> str:
     """Return the variable with which a child finds every module where this process does."""
     root = str(Path(__file__).resolve().parents[3])
-    paths = [path or os.getcwd() for path in sys.path]
+    paths = module_paths()
     return os.pathsep.join(paths if root in paths else [root, *paths])
 
 
