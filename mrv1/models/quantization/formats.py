@@ -94,8 +94,16 @@ class ModuleFormat(ABC):
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> QuantizedWeight:
-        """Return an uninitialised weight for modules of ``sizes`` rows, one after the other."""
+        """Return an uninitialised weight for modules of ``sizes`` rows, one after the other.
+
+        ConfigError: a rank would have a part of a block of inputs.
+        """
         num_out, code = sum(sizes), CODES[self.code]
+        if code.head_bytes and num_in % self.inputs:
+            raise ConfigError(
+                f"tensor_parallel_size: expected ranks with whole groups of {self.inputs} inputs "
+                f"of a matrix in {self.code}, got ranks with {num_in}"
+            )
         new = partial(torch.empty, device=device)
         grid = (-(-num_out // rows_per_scale), -(-num_in // (self.inputs or num_in)))
         scales, zeros = (

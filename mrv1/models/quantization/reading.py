@@ -94,7 +94,9 @@ def as_asked(found: Quantization | None, asked: QuantizationName | None) -> Quan
 
     ConfigError: ``asked``, of ``EngineConfig``, contradicts the checkpoint.
     """
+    expected = f"None or {OnlineFP8.method!r} with a checkpoint in full precision"
     if isinstance(found, GGUFBlocks) and asked != found.method:
+        expected += f", {found.method!r} or {DEQUANTIZE!r} with this file"
         found, asked = None, None if asked == DEQUANTIZE else asked
     if asked is None or (found is not None and asked == found.method):
         return found
@@ -104,10 +106,7 @@ def as_asked(found: Quantization | None, asked: QuantizationName | None) -> Quan
             f"got {asked!r}"
         )
     if asked != OnlineFP8.method:
-        raise ConfigError(
-            f"quantization: expected None or {OnlineFP8.method!r} with a checkpoint in full "
-            f"precision, got {asked!r}"
-        )
+        raise ConfigError(f"quantization: expected {expected}, got {asked!r}")
     return OnlineFP8()
 
 

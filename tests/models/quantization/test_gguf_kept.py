@@ -178,9 +178,15 @@ def test_what_is_asked_for_is_refused_by_name(tmp_path):
     write_gguf(path, random_model(tiny_config("llama", num_hidden_layers=1)), quantization="Q4_0")
     with pytest.raises(ConfigError, match="expected None or 'fp8' with a checkpoint in full prec"):
         load(path, None, "awq")
+    with pytest.raises(ConfigError, match="'gguf' or 'dequantize' with this file, got 'gptq'"):
+        load(path, None, "gptq")
     with pytest.raises(
         ConfigError, match=r"whole groups of 32 of the 96 inputs of model.layers.0"
     ):
+        on_ranks(2, lambda parallel: load(path, parallel))
+    config = tiny_config("llama", num_hidden_layers=1, **SUPER | {"intermediate_size": 256})
+    write_gguf(path, random_model(config), quantization="Q4_K")
+    with pytest.raises(ConfigError, match=r"whole groups of 256 inputs of a matrix in q4_k"):
         on_ranks(2, lambda parallel: load(path, parallel))
 
 
