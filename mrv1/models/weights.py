@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import QuantizedWeight, inputs_problem
 from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems
@@ -381,6 +381,8 @@ def checkpoint_places(
         for form, module, weight in quantized_modules(
             config, weights, whole=whole, parallel=parallel
         ):
+            if (problem := inputs_problem(weight)) is not None:
+                problems.append(f"{module.name}: {problem}")
             try:
                 tensors = form.places(module, weight)
             except ConfigError as error:

@@ -6,7 +6,7 @@ import torch
 
 from mrv1.kernels._base.checks import check_launchable, check_tensor
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import QuantizedWeight, inputs_problem
 from mrv1.kernels.layers.widening import (
     Matrix,
     codes_per_element,
@@ -89,12 +89,8 @@ def check_multiplied(weight: QuantizedWeight, device: torch.device) -> None:
         raise ValueError(f"weight: expected shape [any, any], got {list(weight.shape)}")
     for name, tensor in weight.tensors.items():
         check_tensor(f"weight.{name}", tensor, device=device, contiguous=True)
-    unit = codes_per_element(weight)
-    if weight.num_in % unit or (weight.group % unit and weight.group < weight.num_in):
-        raise ValueError(
-            f"weight: expected multiples of {unit} inputs and inputs per scale, "
-            f"got {weight.num_in} and {weight.group}"
-        )
+    if (problem := inputs_problem(weight)) is not None:
+        raise ValueError(f"weight: {problem}")
 
 
 def widened(weight: QuantizedWeight) -> torch.Tensor:

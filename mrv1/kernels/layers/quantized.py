@@ -252,6 +252,17 @@ def quantized_path(device: torch.device) -> str:
     return f"read as stored for up to {MOST_TOKENS} tokens, widened for more"
 
 
+def inputs_problem(weight: QuantizedWeight) -> str | None:
+    """Say what is wrong with the number of inputs, or of those per scale, for the kernels."""
+    unit = 2 * CODES[weight.code].per_byte
+    if weight.num_in % unit == 0 and (weight.group % unit == 0 or weight.group >= weight.num_in):
+        return None
+    return (
+        f"expected multiples of {unit} inputs and inputs per scale, "
+        f"got {weight.num_in} and {weight.group}"
+    )
+
+
 def exponent_values(scales: torch.Tensor) -> torch.Tensor:
     """Return scales in float32: of e8m0's exponents the powers of two, as ldexp has them."""
     if scales.dtype != torch.uint8:
