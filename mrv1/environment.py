@@ -69,7 +69,8 @@ def module_paths() -> list[str]:
         here = os.getcwd()
     except FileNotFoundError:
         here = ""
-    paths = [path or here for path in sys.path if isinstance(path, str)]
+    entries: list[object] = [*sys.path]
+    paths = [entry or here for entry in entries if isinstance(entry, str)]
     return [path for path in paths if path]
 
 

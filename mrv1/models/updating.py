@@ -69,8 +69,9 @@ def checked_update(
 
 
 def _is_zero(tensor: object) -> bool:
-    is_here = isinstance(tensor, torch.Tensor) and not tensor.is_meta
-    return is_here and zero_problem(tensor) is None
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+        return False
+    return zero_problem(tensor) is None
 
 
 def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tensor]:

@@ -69,7 +69,8 @@ SHAPES = (
 
 
 def cases(target: Target) -> list[AotCase]:
-    widening = [_widen(kind, torch.bfloat16) for kind in KINDS]
+    dtypes = (torch.bfloat16, torch.float16)
+    widening = [_widen(kind, dtype) for dtype in dtypes for kind in KINDS]
     if target.capability is None:  # AMD's GPUs widen first
         return widening
     measured = [kind for kind in KINDS if kind.name in ("e4m3_row", "int4")]

@@ -67,6 +67,7 @@ SLOWER = (
     "sm_120 draw-float32-151936-2-ranks: spills 368 bytes a thread (128 registers)",
     "sm_120 draw-float32-151936-8-ranks: spills 344 bytes a thread (128 registers)",
     "sm_120 top_logprobs-float32-151936-8-ranks: spills 8 bytes a thread (128 registers)",
+    "sm_86 linear_codes-q4_k-torch.float16-8x4096x6144: spills 24 bytes a thread (96 registers)",
 )
 """Problems of the other tritons, on GPUs where no kernel has ever run. With so few registers one
 program more fits a multiprocessor, two draws or three norms: that is worth more than these bytes,
