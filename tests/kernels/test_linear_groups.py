@@ -16,7 +16,7 @@ def call(num_in: int, leaves: int | None, *, stride: int | None = None) -> Linea
     x = torch.zeros(70, stride or num_in, dtype=torch.bfloat16)[:, :num_in]
     weight = torch.zeros(128, num_in, dtype=torch.bfloat16)
     return LinearCall(
-        x=x, weight=weight, bias=None, norm_weight=None, eps=0.0, residual=None, is_gated=False,
+        x=x, weight=weight, bias=None, norm_weight=None, eps=0.0, residual=None, gate=0,
         out=x.new_empty(70, 128), out_norm_weight=None, normed_out=None, prefetch=None,
         order=SumOrder.of(num_in, leaves),
     )  # fmt: skip

@@ -323,9 +323,12 @@ def test_flashinfer_computes_the_logits_of_the_triton_backend(tmp_path, stand_in
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def some_model(device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
+def some_model(
+    device: str = "cuda", dtype: torch.dtype = torch.bfloat16, soft_cap: float | None = None
+) -> Any:
     """Return the fields of a model that the check reads; the GPU need not exist."""
-    return SimpleNamespace(device=torch.device(device), dtype=dtype)
+    config = SimpleNamespace(attention_soft_cap=soft_cap)
+    return SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
 
 
 def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLayout]]:
@@ -362,6 +365,11 @@ def test_models_that_flashinfer_supports_pass_the_check():
             r"expects dtype float16 or bfloat16, got torch\.float32",
         ),
         (some_model(), some_cache(32), r"expects head_dim of \(64, 128, 256\), got 32"),
+        (
+            some_model(soft_cap=50.0),
+            some_cache(),
+            r"expects scores without a soft cap, got attention_soft_cap=50\.0",
+        ),
     ],
 )
 def test_models_that_flashinfer_does_not_support_are_refused_with_the_reason(
