@@ -69,8 +69,7 @@ def module_paths() -> list[str]:
         here = os.getcwd()
     except FileNotFoundError:
         here = ""
-    entries: list[object] = [*sys.path]
-    paths = [entry or here for entry in entries if isinstance(entry, str)]
+    paths = [path or here for path in list[object](sys.path) if isinstance(path, str)]
     return [path for path in paths if path]
 
 
