@@ -63,7 +63,8 @@ def save_fp8(
         each = Fp8Quantize(quantizer).convert({name: tensor})
         codes, scales = each[name], each[f"{module}.{SCALE}"]
         restored = Fp8Dequantize(quantizer).convert({"weight": codes, SCALE: scales})
-        tensor.copy_(restored["weight"])
+        values = restored["weight"]
+        tensor.copy_(values[0] if isinstance(values, list) else values)  # a list before 5.24
         scales = scales.flatten()[0] if block is None else scales
         stored |= {name: codes, f"{module}.{(names or {}).get(SCALE, SCALE)}": scales}
         if static:
