@@ -105,6 +105,10 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         except ConfigError as error:
             problems.append(str(error))
     raise_problems("model config", problems)
+    max_model_len = _max_model_len(text.max_position_embeddings, read["rope"])
+    if not family.has_window_rope:  # a window that hides nothing would cost masks
+        windows = (-1 if each >= max_model_len else each for each in read["layer_windows"])
+        read["layer_windows"] = tuple(windows)
     return {
         **read.pop("multipliers"),
         **read,
@@ -117,7 +121,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "num_kv_heads": text.num_key_value_heads,
         "head_dim": head_dim,
         "rms_norm_eps": text.rms_norm_eps,
-        "max_model_len": _max_model_len(text.max_position_embeddings, read["rope"]),
+        "max_model_len": max_model_len,
         "tie_word_embeddings": bool(hf.tie_word_embeddings),
         "qkv_bias": _flag(text, family.qkv_bias),
         "o_bias": _flag(text, family.o_bias),

@@ -159,6 +159,8 @@ def test_biases_follow_from_the_family_and_its_settings(
         ("llama", {"sliding_window": 8}, (-1, -1)),
         ("mistral", {"sliding_window": 8}, (8, 8)),
         ("mistral", {"sliding_window": None}, (-1, -1)),
+        ("mistral", {"sliding_window": 511}, (511, 511)),
+        ("mistral", {"sliding_window": 512}, (-1, -1)),  # as many tokens as the context
         ("qwen2", {"use_sliding_window": False, "sliding_window": 8}, (-1, -1)),
         ("qwen2", SLIDING["qwen2"], (-1, 24)),
         ("qwen3", SLIDING["qwen3"] | {"max_window_layers": 0}, (24, 24)),
@@ -174,6 +176,8 @@ def test_biases_follow_from_the_family_and_its_settings(
             {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]},
             (-1, 8),
         ),
+        ("ministral", {"sliding_window": 512}, (-1, -1)),
+        ("gemma3_text", {"sliding_window": 512, "layer_types": ["sliding_attention"]}, (512, 512)),
         ("smollm3", SLIDING["smollm3"], (-1, 24)),
         ("smollm3", SLIDING["smollm3"] | {"use_sliding_window": False}, (-1, -1)),
     ],
