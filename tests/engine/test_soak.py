@@ -126,7 +126,8 @@ def test_the_readings_of_a_soak_are_no_leak(soak: Soak, monkeypatch):
 
 
 def test_the_result_of_a_soak_has_its_counts_and_every_tenth_reading(soak: Soak, monkeypatch):
-    readings = [replace(soak.measure(0.0), seconds=float(cycle)) for cycle in range(25)]
+    first = soak.measure(0.0)
+    readings = [replace(first, seconds=float(cycle)) for cycle in range(25)]
     monkeypatch.setattr(soak, "readings", readings)
     found = growth(readings)
     options = argparse.Namespace(

@@ -138,7 +138,7 @@ def test_a_token_is_routed_alike_among_other_tokens(device, routing, order, seed
 
 @given(
     routing=routings(),
-    num_tokens=st.sampled_from([2, 40, 300]),
+    num_tokens=st.sampled_from([2, 17, 40]),
     dtype=st.sampled_from(DTYPES),
     as_on_gpu=st.booleans(),
     seed=seeds,
