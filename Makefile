@@ -57,6 +57,8 @@ RESOLVE := $(UV)/bin/uv pip install --dry-run --quiet --cache-dir $(UV)/cache --
 	--exclude-newer 2026-11-27 --python $(BIN)/python --python-platform x86_64-manylinux_2_35
 # Tests read the chat templates among its files; its code, and what that depends on, is not used.
 TEMPLATES := trl
+# What tests of LoRA compare with; all else that it depends on is there already.
+PEFT := peft accelerate
 
 # Prints the instruction sets beyond AVX2 that numpy would use, by the names that numpy takes.
 define BEYOND_AVX2
@@ -98,7 +100,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing mrv1 and its development tools into $(VENV) (minutes the first time)"
 	@$(PIP_INSTALL) hatchling
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
-	@$(PIP_INSTALL) --no-deps $(TEMPLATES)
+	@$(PIP_INSTALL) --no-deps $(TEMPLATES) $(PEFT)
 	@touch $@ $(VENV)/.runtime
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.dev

@@ -205,7 +205,7 @@ def only_one_module_imports_triton(file: File) -> Iterator[str]:
 
 
 def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
-    """Transformers is told so in every call; a pickle is read from mrv1's own process alone."""
+    """Transformers and torch are told so in every call; other pickles are mrv1's own."""
     theirs = {
         name.rpartition(".")[2]
         for _, name in _imports(file.tree)
@@ -216,9 +216,9 @@ def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
         for call in ast.walk(file.tree)
         if isinstance(call, ast.Call)
         and any(
-            each.arg == "trust_remote_code"
-            and isinstance(each.value, ast.Constant)
-            and each.value.value is False
+            isinstance(each.value, ast.Constant)
+            and (each.arg, each.value.value)
+            in (("trust_remote_code", False), ("weights_only", True))
             for each in call.keywords
         )
         for part in (call.func, *call.args)
@@ -237,7 +237,10 @@ def no_code_of_a_checkpoint_runs(file: File) -> Iterator[str]:
             ("runner.compile_ahead", "pickle.load"),
             ("runner.ranks.control", "pickle.loads"),
         )
-        if name in ("torch.load", "pickle.load", "pickle.loads") and not reads_its_parent:
+        is_told = name == "torch.load" and id(node) in told
+        if name in ("torch.load", "pickle.load", "pickle.loads") and not (
+            reads_its_parent or is_told
+        ):
             yield f"{node.lineno}: {name} may run code of a file"
 
 
@@ -719,6 +722,7 @@ BREAKING = [
         "from transformers import AutoModel\nAutoModel.from_config(c, trust_remote_code=flag)",
     ),
     (no_code_of_a_checkpoint_runs, "models.checkpoint", "torch.load(path)"),
+    (no_code_of_a_checkpoint_runs, "models.checkpoint", "torch.load(f, weights_only=False)"),
     (no_assert, "runner.step", "def f(x):\n    assert x"),
     (ascii_only, "runner.step", "# \u00e9"),
     (no_hidden_wait, "runner.input_batch", "def f(x):\n    return x.max().item()"),

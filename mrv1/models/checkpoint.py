@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from mrv1.config import QuantizationName, checkpoint_dir
 from mrv1.errors import ConfigError
@@ -306,6 +307,14 @@ class Checkpoint:
                 yield opened
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
+
+
+def safetensors_of(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a safetensors file, on the CPU; ConfigError: it is none."""
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
 
 
 def _text_names(stored_names: Iterable[str]) -> dict[str, str]:

@@ -1,0 +1,260 @@
+"""What ``adapter_config.json`` says: which modules have an adapter, and its rank and scaling.
+
+PEFT's rules, restated: names are those of transformers' modules, such as
+``model.layers.0.self_attn.q_proj``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from mrv1.errors import ConfigError, short
+from mrv1.models.files import raise_problems
+
+ALL_LINEAR = "all-linear"
+"""``target_modules`` of every linear module but the head."""
+
+VARIANTS = {
+    "use_dora": "DoRA",
+    "lora_bias": "biases of lora_B (lora_bias)",
+    "use_qalora": "QALoRA",
+    "alora_invocation_tokens": "activated LoRA (aLoRA)",
+    "layer_replication": "replicated layers",
+    "megatron_config": "Megatron's layers",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow's routing",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "trainable_token_indices": "trained tokens",
+    "ensure_weight_tying": "tied adapters",
+    "target_parameters": "adapters of parameters, such as fused experts",
+}
+"""Settings that change what an adapter computes, and are read nowhere: with a value, refused."""
+
+WITHOUT_EFFECT = (
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
+    "inference_mode", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
+    "velora_config",
+)  # fmt: skip
+"""Settings of training, of PEFT's own layers and files: they change no output."""
+
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""``init_lora_weights`` that begin so: they subtract an adapter's first values from the model's
+weights."""
+
+TASKS = (None, "CAUSAL_LM")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """The settings that say where an adapter is added, and what."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: Mapping[str, int]
+    """Ranks of modules, by a pattern; the first that matches, in the file's order, counts."""
+    alpha_pattern: Mapping[str, float]
+    target_modules: str | tuple[str, ...]
+    """A regular expression of whole names, or names and ends of names."""
+    exclude_modules: str | tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    layers_to_transform: tuple[int, ...] = ()
+    """Layers that have an adapter; () = all."""
+    layers_pattern: tuple[str, ...] = ()
+    """What comes before a layer's index in a name; () = any name."""
+    bias: str = "none"
+
+    def targets(self, name: str, *, is_linear: bool) -> bool:
+        """Whether a module has an adapter; ``is_linear``: it is linear, and not the head."""
+        exclude, target = self.exclude_modules, self.target_modules
+        if _matches(exclude, name):
+            return False
+        # What is saved as a whole has no adapter in it.
+        if any(re.match(rf"(^|.*\.){each}($|\..*)", name) for each in self.modules_to_save):
+            return False
+        if isinstance(target, str):
+            return is_linear if target.lower() == ALL_LINEAR else _matches(target, name)
+        if name in target:
+            return True
+        return _matches(target, name) and self._is_of_layers(name)
+
+    def _is_of_layers(self, name: str) -> bool:
+        if not self.layers_to_transform:
+            return True
+        patterns = [rf"(?:^|.*?\.){each}\.(\d+)\." for each in self.layers_pattern]
+        for pattern in patterns or [r".*?\.[^.]*\.(\d+)\."]:
+            if found := re.match(pattern, name):
+                return int(found[1]) in self.layers_to_transform
+        return False
+
+    def rank(self, name: str) -> int:
+        """Return the rank of a module's adapter."""
+        return int(_first(self.rank_pattern, name, self.r))
+
+    def scaling(self, name: str) -> float:
+        """Return the factor of a module's adapter."""
+        rank = self.rank(name)
+        alpha = _first(self.alpha_pattern, name, self.lora_alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _matches(given: str | tuple[str, ...], name: str) -> bool:
+    """Whether a name is that of an entry, or ends with one; or matches a regular expression."""
+    if isinstance(given, str):
+        return re.fullmatch(given, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in given)
+
+
+def _first(patterns: Mapping[str, float], name: str, default: float) -> float:
+    """Return the value of the first pattern that an end of the name matches, after a dot."""
+    found = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name))
+    return next(found, default)
+
+
+def read_settings(raw: Mapping[str, Any]) -> LoraSettings:
+    """Return what a configuration says; one ConfigError lists all that is wrong or not served."""
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"peft_type: expected 'LORA', got {short(kind)}")
+    problems = [*_refused(raw)]
+    given: dict[str, Any] = {}
+    for name, read in _READ.items():
+        value = raw.get(name)
+        if value is None and name not in _NEEDED:
+            continue  # PEFT's default
+        try:
+            given[name] = read(value)
+        except ValueError as error:
+            problems.append(f"{name}: expected {error}, got {short(value)}")
+    of_layers = {"layers_to_transform", "layers_pattern"} & {n for n, v in given.items() if v}
+    if isinstance(given.get("target_modules"), str) and of_layers:
+        problems.append(
+            f"{min(of_layers)}: expected none where target_modules is a pattern, got one"
+        )
+    if of_layers == {"layers_pattern"}:
+        problems.append("layers_to_transform: expected layers with layers_pattern, got none")
+    raise_problems("adapter_config.json", problems)
+    given = {"rank_pattern": {}, "alpha_pattern": {}, **given}
+    return LoraSettings(**given)
+
+
+def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each setting that mrv1 does not serve, or does not know."""
+    for name, what in VARIANTS.items():
+        if raw.get(name):
+            yield f"{name}: expected none, as mrv1 lacks {what}, got {short(raw[name])}"
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(CHANGES_BASE):
+        yield (
+            f"init_lora_weights: expected an adapter of the model as it is, got {init!r}, which "
+            "changes the model's weights; save the adapter with "
+            "path_initial_model_for_weight_conversion"
+        )
+    if raw.get("task_type") not in TASKS:
+        yield f"task_type: expected 'CAUSAL_LM', got {short(raw['task_type'])}"
+    known = {*VARIANTS, *WITHOUT_EFFECT, *(each.name for each in fields(LoraSettings))}
+    known |= {"peft_type", "init_lora_weights"}
+    for name, value in raw.items():
+        if name not in known and value:
+            yield f"{name}: expected no setting that mrv1 does not know, got {short(value)}"
+
+
+def _rank(value: object) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError("an integer >= 1")
+    return value
+
+
+def _alpha(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("a finite number")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ValueError("a list of names")
+    return tuple(value)
+
+
+def _pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"regular expressions ({error})") from error
+    return value
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    return tuple(map(_pattern, _names(value)))
+
+
+def _modules(value: object) -> str | tuple[str, ...]:
+    if isinstance(value, str):
+        return _pattern(value)
+    try:
+        return _names(value)
+    except ValueError:
+        raise ValueError("a list of names or a regular expression") from None
+
+
+def _layers(value: object) -> tuple[int, ...]:
+    layers = value if isinstance(value, list) else [value]
+    if not all(type(each) is int for each in layers):
+        raise ValueError("indices of layers")
+    return tuple(layers)
+
+
+def _layer_names(value: object) -> tuple[str, ...]:
+    return _patterns([value] if isinstance(value, str) and value else value or [])
+
+
+def _ranks(value: object) -> dict[str, int]:
+    return {name: _rank(each) for name, each in _by_pattern(value)}
+
+
+def _alphas(value: object) -> dict[str, float]:
+    return {name: _alpha(each) for name, each in _by_pattern(value)}
+
+
+def _by_pattern(value: object) -> list[tuple[str, object]]:
+    if not isinstance(value, dict):
+        raise ValueError("values by patterns of names")
+    return [(_pattern(pattern), each) for pattern, each in value.items()]
+
+
+def _bias(value: object) -> str:
+    if value not in ("none", "all", "lora_only"):
+        raise ValueError("'none', 'all' or 'lora_only'")
+    return str(value)
+
+
+_READ = {
+    "r": _rank,
+    "lora_alpha": _alpha,
+    "use_rslora": _flag,
+    "rank_pattern": _ranks,
+    "alpha_pattern": _alphas,
+    "target_modules": _modules,
+    "exclude_modules": _modules,
+    "modules_to_save": _patterns,
+    "layers_to_transform": _layers,
+    "layers_pattern": _layer_names,
+    "bias": _bias,
+}
+"""By setting, the function that reads it; ValueError: what is expected."""
+
+_NEEDED = ("target_modules",)
+"""Settings without a default."""
