@@ -43,6 +43,7 @@ FAMILY_NAMES = {
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
 }
 
 

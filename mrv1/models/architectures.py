@@ -328,6 +328,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         mrope="interleaved",
         video_time="text",
     ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        model_type="qwen3_vl_moe",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm="head",
+        mrope="interleaved",
+        video_time="text",
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "num_experts",
+                "top_k": "num_experts_per_tok",
+                "renormalizes": True,
+                "rounds_logits": True,
+            },
+            intermediate_size="moe_intermediate_size",
+            has_experts=by_sparse_step,
+            may_be_turned=True,
+        ),
+    ),
 }
 """Supported checkpoints by the name in their ``architectures``."""
 

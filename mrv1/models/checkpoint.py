@@ -52,6 +52,8 @@ class StoredTensor:
     """As safetensors names it, for example ``BF16``; of GGUF ``F32``, or ``U8`` of blocks."""
     index: tuple[int | slice, ...] = ()
     """Where the tensor is in the file's; () = it is all of that."""
+    is_turned: bool = False
+    """Whether the last two dimensions of the file's tensor are in the other order."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,7 +191,7 @@ class Checkpoint:
                 for name in names:
                     tensor = tensors[name]
                     if tensor.index:
-                        piece = opened.get_slice(tensor.name)[tensor.index]
+                        piece = _piece(opened.get_slice(tensor.name), tensor)
                         yield name, piece[parts[name]] if parts and name in parts else piece
                     elif parts and name in parts:
                         yield name, opened.get_slice(tensor.name)[parts[name]]
@@ -315,6 +317,16 @@ def safetensors_of(file: Path) -> dict[str, torch.Tensor]:
         return load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file.name}: not a readable safetensors file: {error}") from error
+
+
+def _piece(stored: Any, tensor: StoredTensor) -> torch.Tensor:  # noqa: ANN401 - safetensors'
+    """Return the part of a file's tensor that ``tensor`` is."""
+    if tensor.is_turned:
+        first, *rows = tensor.index
+        turned: torch.Tensor = stored[(first, slice(None), *rows)]
+        return turned.T
+    piece: torch.Tensor = stored[tensor.index]
+    return piece
 
 
 def _text_names(stored_names: Iterable[str]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mrv1.kernels import AllReduceBuffers, QKNorm, QuantizedWeight, Rope
-from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.contracts import Activation, FeatureRows
 from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
@@ -136,15 +136,14 @@ class DecoderModel:
             attended = backend.attend(q, batch, cache).flatten(1)
             experts, norms = layer.experts, (layer.attention_out_norm, layer.mlp_norm)
             x = self._add(hidden, attended, layer.o, *norms, normed=experts is not None)
+            deep = batch.features if index < self._num_deepstack_layers else None
             if experts is not None:
+                _add_deep(self._ops, hidden, deep, index)
                 x = self._add_experts(hidden, x, experts, batch.slot_mapping, next_norm)
                 continue
             gate_up, down = layer.mlp
             activated = self._linear(x, gate_up, layer.mlp_norm, down, self.config.activation)
-            if index < self._num_deepstack_layers and batch.features is not None:
-                # The MLP's input is normed already. Its output is added next: to the same sum.
-                first_column = (1 + index) * self.config.hidden_size
-                self._ops.add_features(hidden, batch.features, first_column)
+            _add_deep(self._ops, hidden, deep, index)
             x = self._add(hidden, activated, down, layer.mlp_out_norm, next_norm)
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
@@ -517,6 +516,15 @@ class DecoderModel:
             # Ranks that share KV heads all count them: so do the numbers that the sum is of.
             mean = squares[:, index, None] / (size * len(weight))
             part.copy_((wide[index] * torch.rsqrt(mean + eps)).to(part.dtype) * weight)
+
+
+def _add_deep(ops: Ops, hidden: torch.Tensor, features: FeatureRows | None, layer: int) -> None:
+    """Add a layer's further features, if any, to the sum that its MLP's output is added to next.
+
+    The MLP has read its input, normed.
+    """
+    if features is not None:
+        ops.add_features(hidden, features, (1 + layer) * hidden.shape[1])
 
 
 def _looked_up(

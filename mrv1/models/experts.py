@@ -41,6 +41,8 @@ class ExpertFamily:
     """The name of the bias that chooses, in the block; None = the family has none."""
     bias_dims: int = 1
     """Dimensions of that bias, of which all but the last are 1."""
+    may_be_turned: bool = False
+    """Whether checkpoints have an expert's inputs before its outputs where experts are fused."""
 
 
 _LAYER = re.compile(r"model\.layers\.\d+")
@@ -147,6 +149,11 @@ class ExpertNames:
         if name.endswith("down_proj"):
             return num_experts, hidden_size, width
         return num_experts, 2 * width, hidden_size
+
+    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Return whether the last dimensions of a fused tensor are in the other order."""
+        turned = (*expected[:-2], *reversed(expected[-2:]))
+        return self._family.may_be_turned and shape != expected and shape == turned
 
 
 def _setting(message: str, names: Mapping[str, str]) -> str:

@@ -27,6 +27,10 @@ class OtherNames(Protocol):
         """Return the shape of a fused tensor."""
         ...
 
+    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Return whether the last dimensions of a fused tensor are in the other order."""
+        ...
+
 
 _OF_LAYER = re.compile(r"(model\.layers\.\d+)\.([\w.]+)\.(weight|bias)")
 
@@ -68,3 +72,7 @@ class FusedNames:
             raise ValueError(f"name: expected that of a fused tensor, got {name!r}")
         num_rows = sum(self._fused[found[2]].values())
         return (num_rows,) if found[3] == "bias" else (num_rows, hidden_size)
+
+    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        """Return whether the last dimensions are in the other order: they never are."""
+        return False

@@ -219,9 +219,12 @@ def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
         named |= each.keys()
         if stored is None:
             continue
-        shape = stored.shape
+        shape, is_turned = stored.shape, False
         if pieces is not None:
             expected = names.fused_shape(stored_name, hidden_size)
+            is_turned = names.is_turned(shape, expected)
+            if is_turned:
+                shape = expected
             if shape != expected:
                 scan.problems.append(
                     f"{stored_name}: expected shape {list(expected)}, got {list(shape)}"
@@ -229,7 +232,7 @@ def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
                 continue
         for name, index in each.items():
             own = tuple(torch.empty(shape, device="meta")[index].shape) if index else shape
-            tensors[name] = replace(stored, shape=own, index=index)
+            tensors[name] = replace(stored, shape=own, index=index, is_turned=is_turned)
     if scan.named is not None:
         scan.named, scan.tensors = named, tensors
 

@@ -114,6 +114,8 @@ def _split_fused(
         else:
             expected = names.fused_shape(stored_name, hidden_size)
             is_tensor = isinstance(tensor, torch.Tensor)
+            if is_tensor and names.is_turned(tuple(tensor.shape), expected):
+                tensor = tensor.mT
             if not is_tensor or tensor.shape != expected:
                 got = list(tensor.shape) if is_tensor else type(tensor).__name__
                 raise ConfigError(

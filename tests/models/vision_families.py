@@ -12,6 +12,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tests.models.families import fill_randomly
@@ -41,8 +42,14 @@ _IDS: dict[str, Any] = {
 }
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 _PATCHES: dict[str, Any] = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "mlp_only_layers": [1],
+}
 
-VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def tiny_vision_config(family: str, **overrides: Any) -> PretrainedConfig:
@@ -75,9 +82,12 @@ def tiny_vision_config(family: str, **overrides: Any) -> PretrainedConfig:
         "deepstack_visual_indexes": [0, 1],
         **_PATCHES,
     }
-    text = _TEXT | {"head_dim": 32, "num_hidden_layers": 3} | overrides
-    text |= {"rope_parameters": _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **_IDS)
+    rope = _ROPE | {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    text = _TEXT | {"head_dim": 32, "num_hidden_layers": 3, "rope_parameters": rope}
+    if family == "qwen3_vl_moe":  # layers with experts, of which one has deepstack's features
+        text |= _EXPERTS | overrides
+        return Qwen3VLMoeConfig(text_config=text, vision_config=vision, **_IDS)
+    return Qwen3VLConfig(text_config=text | overrides, vision_config=vision, **_IDS)
 
 
 def random_vision_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
@@ -85,4 +95,6 @@ def random_vision_model(config: PretrainedConfig, *, seed: int = 0) -> PreTraine
     model = AutoModelForImageTextToText.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )
+    if config.model_type.endswith("_moe"):
+        model.set_experts_implementation("eager")  # the grouped one has no float64
     return fill_randomly(model, seed)

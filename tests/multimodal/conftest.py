@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory):
             path = tmp_path_factory.mktemp(family)
             oracle = random_vision_model(tiny_vision_config(family))
             oracle.save_pretrained(path)
-            write_processors(path, "Qwen3" if family == "qwen3_vl" else "Qwen2")
+            write_processors(path, "Qwen3" if family.startswith("qwen3_vl") else "Qwen2")
             made[family] = Checkpoint(path, oracle)
         return made[family]
 

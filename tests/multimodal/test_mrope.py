@@ -88,7 +88,7 @@ def _theirs(
         count = visual.rows * visual.columns
         kind = 2 if visual.is_video else 1
         grids[kind].append(visual.grid)
-        apart = family.name == "qwen3_vl" and visual.is_video
+        apart = family.name.startswith("qwen3_vl") and visual.is_video
         for grid in [(1, *visual.grid[1:])] * visual.grid[0] if apart else [visual.grid]:
             types += [0] * visual.text_before
             seconds = visual.seconds if visual.is_video else None

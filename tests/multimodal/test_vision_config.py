@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mrv1.errors import ConfigError
+from mrv1.kernels import Routing
 from mrv1.models import ModelConfig
+from mrv1.models.experts import ExpertsConfig
 from mrv1.models.vision import VisionConfig
 
 TEXT = {
@@ -72,6 +74,16 @@ QWEN3_VL = IDS | {
         "out_hidden_size": 2048, "spatial_merge_size": 2,
     },
 }  # fmt: skip
+QWEN3_VL_MOE = QWEN3_VL | {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": QWEN3_VL["text_config"] | {
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "model_type": "qwen3_vl_moe_text",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "vision_config": QWEN3_VL["vision_config"] | {"model_type": "qwen3_vl_moe"},
+}  # fmt: skip
 
 
 def read(directory: Any, config: dict[str, Any]) -> ModelConfig:
@@ -79,10 +91,10 @@ def read(directory: Any, config: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("published", [QWEN2_VL, QWEN2_5_VL, QWEN3_VL])
+@pytest.mark.parametrize("published", [QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE])
 def test_published_files_are_read(tmp_path, published):
     config = read(tmp_path, published)
-    is_qwen3 = published is QWEN3_VL
+    is_qwen3 = published in (QWEN3_VL, QWEN3_VL_MOE)
     assert config.architecture == published["architectures"][0]
     assert (config.hidden_size, config.num_layers, config.head_dim) == (2048, 36, 128)
     assert (config.num_q_heads, config.num_kv_heads, config.vocab_size) == (16, 2, 151936)
@@ -96,12 +108,12 @@ def test_published_files_are_read(tmp_path, published):
     assert config.rope.theta == (5e6 if is_qwen3 else 1e6)
     assert config.rope.mrope_section == ((24, 20, 20) if is_qwen3 else (16, 24, 24))
     assert config.rope.mrope_interleaved == is_qwen3
-    times = {"qwen2_vl": "frames", "qwen2_5_vl": "seconds", "qwen3_vl": "text"}
+    times = {"qwen2_vl": "frames", "qwen2_5_vl": "seconds"}
     assert config.vision == VisionConfig(
         image_token_id=151655,
         video_token_id=151656,
         spatial_merge_size=2,
-        video_time=times[published["model_type"]],
+        video_time=times.get(published["model_type"], "text"),
         tokens_per_second=2.0 if published is QWEN2_5_VL else 1.0,
         num_deepstack_layers=3 if is_qwen3 else 0,
     )
@@ -134,10 +146,11 @@ def test_deepstack_needs_a_layer_for_each_feature(tmp_path):
         read(tmp_path, QWEN3_VL | {"text_config": text})
 
 
-def test_experts_are_not_mistaken_for_the_dense_family(tmp_path):
-    change = {
-        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
-        "model_type": "qwen3_vl_moe",
-    }
-    with pytest.raises(ConfigError, match=r"architectures: expected one of .*Qwen3VLMoe"):
-        read(tmp_path, QWEN3_VL | change)
+def test_experts_of_a_published_file_are_read(tmp_path):
+    experts = read(tmp_path, QWEN3_VL_MOE).experts
+    assert experts == ExpertsConfig(
+        routing=Routing(num_experts=128, top_k=8, renormalizes=True, rounds_logits=True),
+        intermediate_size=768,
+        layers=(True,) * 36,
+    )
+    assert read(tmp_path, QWEN3_VL).experts is None

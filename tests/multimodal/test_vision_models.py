@@ -91,7 +91,7 @@ def make_prompt(family: str, oracle: Any, parts: list[int | Visual], *, seed: in
         deep = getattr(encoded, "deepstack_features", None) or []
         features = torch.cat([encoded.pooler_output, *deep], dim=1)
         frames, token = part.grid[0], VIDEO if part.is_video else IMAGE
-        apart = family == "qwen3_vl" and part.is_video
+        apart = family.startswith("qwen3_vl") and part.is_video
         for rows in features.chunk(frames) if apart else [features]:
             if apart:
                 text(7)  # stands for the time
@@ -233,7 +233,7 @@ def by_token(parts: list[TokenLogprobs]) -> torch.Tensor:
     """Return log-probabilities ``[positions, vocab]`` in the order of token ids."""
     ids = torch.from_numpy(np.concatenate([part.token_ids for part in parts])).long()
     values = torch.from_numpy(np.concatenate([part.logprobs for part in parts]))
-    return torch.full((len(ids), VOCAB), torch.nan).scatter_(1, ids, values)
+    return torch.full((len(ids), VOCAB), torch.nan, dtype=values.dtype).scatter_(1, ids, values)
 
 
 def check(
