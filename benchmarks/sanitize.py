@@ -33,10 +33,12 @@ import torch
 from mrv1 import kernels
 from mrv1.device import device_info
 from mrv1.kernels import (
+    Adapters,
     AllReduceBuffers,
     DecodePlan,
     HeadRole,
     KVScales,
+    LoraMatrices,
     PrefillSplits,
     QKNorm,
     QuantizedWeight,
@@ -392,6 +394,35 @@ def _add_features(ops: ModuleType, device: torch.device) -> Outputs:
     yield hidden
 
 
+def _adapters(device: torch.device, parts: tuple[int, ...]) -> Adapters:
+    """Return adapters of a weight with 200 inputs for 18 tokens, in 3 slots and without any."""
+    slots, ranks = torch.arange(18, dtype=torch.int32, device=device) % 4 - 1, 12
+    matrices = LoraMatrices(
+        a=_normal(3, len(parts) * ranks, 200, device=device),
+        b=_normal(3, ranks, sum(parts), device=device),
+        scaling=torch.full((3, len(parts)), 0.1, device=device),
+        ranks=torch.arange(3 * len(parts), dtype=torch.int32, device=device).view(3, -1) + 4,
+        part_rows=parts,
+    )
+    return Adapters(matrices=matrices, slots=slots)
+
+
+def _shrink_adapters(ops: ModuleType, device: torch.device) -> Outputs:
+    yield ops.shrink_adapters(_normal(18, 200, device=device), _adapters(device, (70, 20, 20)))
+
+
+def _add_adapters(ops: ModuleType, device: torch.device) -> Outputs:
+    """Also as ``linear`` adds them, to one token, to a few, and to those of a tile."""
+    adapters, out = _adapters(device, (70, 20, 20)), _normal(18, 110, device=device)
+    ops.add_adapters(out, _normal(18, 36, device=device).float(), adapters)
+    yield out
+    x, weight = _normal(18, 200, device=device), _normal(110, 200, device=device)
+    for tokens in (slice(1, 2), slice(18)):
+        own = Adapters(matrices=adapters.matrices, slots=adapters.slots[tokens])
+        yield ops.linear(x[tokens], weight, adapters=own)
+        yield ops.linear(x[tokens], weight, adapters=own, deterministic=True)
+
+
 def _embed_tokens(ops: ModuleType, device: torch.device) -> Outputs:
     ids = torch.tensor([0, 49, 7], device=device)
     for features in (None, _features(device)):
@@ -489,12 +520,13 @@ def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope, _apply_token_bitmask,
+        _add_adapters, _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope,
+        _apply_token_bitmask,
         _combine_experts, _copy_pages, _dequantize, _edit_logits, _embed_tokens, _expert_linear,
         _fetch_upload, _gather_tokens, _gelu_tanh_and_mul, _kv_cache_write, _linear, _merge_states,
         _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,
         _post_update, _qkv_cache_write, _rms_norm, _route_experts, _sample_tokens,
-        _scatter_segments, _silu_and_mul, _top_logprobs,
+        _scatter_segments, _shrink_adapters, _silu_and_mul, _top_logprobs,
     )
 }  # fmt: skip
 

@@ -24,6 +24,8 @@ from mrv1.kernels.cache.kv_scales import KVScales as KVScales
 from mrv1.kernels.experts.contracts import Routing as Routing
 from mrv1.kernels.layers.contracts import AllReduceBuffers as AllReduceBuffers
 from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
+from mrv1.kernels.layers.lora import Adapters as Adapters
+from mrv1.kernels.layers.lora import LoraMatrices as LoraMatrices
 from mrv1.kernels.layers.quantized import QuantizedWeight as QuantizedWeight
 from mrv1.kernels.registry import MODULE_OF_OP, launcher
 from mrv1.kernels.sampling.contracts import BadWords as BadWords
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.registry import *  # noqa: F403 - the launchers
 else:
     __all__ = [
+        "Adapters",
         "AllReduceBuffers",
         "AppendedTokens",
         "BadWords",
@@ -50,6 +53,7 @@ else:
         "KVLayout",
         "KVScales",
         "LogitEdits",
+        "LoraMatrices",
         "PageFormat",
         "PrefillSplits",
         "QKNorm",

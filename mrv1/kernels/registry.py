@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.experts.route_experts import route_experts as route_experts
     from mrv1.kernels.layers.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
     from mrv1.kernels.layers.activation import silu_and_mul as silu_and_mul
+    from mrv1.kernels.layers.add_adapters import add_adapters as add_adapters
     from mrv1.kernels.layers.add_features import add_features as add_features
     from mrv1.kernels.layers.all_reduce_norm import all_reduce_norm as all_reduce_norm
     from mrv1.kernels.layers.dequantize import dequantize as dequantize
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.layers.linear import linear as linear
     from mrv1.kernels.layers.rms_norm import rms_norm as rms_norm
     from mrv1.kernels.layers.rope import apply_rope as apply_rope
+    from mrv1.kernels.layers.shrink_adapters import shrink_adapters as shrink_adapters
     from mrv1.kernels.sampling.bad_words import apply_bad_words as apply_bad_words
     from mrv1.kernels.sampling.edit_logits import apply_token_bitmask as apply_token_bitmask
     from mrv1.kernels.sampling.edit_logits import edit_logits as edit_logits
@@ -64,6 +66,7 @@ def _op(oracle: Callable[P, R], module: str) -> staticmethod[P, R]:
 class Ops:
     """The ops of one path. Its attributes are the oracles, so that calls are type-checked."""
 
+    add_adapters = _op(reference.add_adapters, "layers.add_adapters")
     add_features = _op(reference.add_features, "layers.add_features")
     all_reduce_norm = _op(reference.all_reduce_norm, "layers.all_reduce_norm")
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")
@@ -89,6 +92,7 @@ class Ops:
     route_experts = _op(reference.route_experts, "experts.route_experts")
     sample_tokens = _op(reference.sample_tokens, "sampling.sample_tokens")
     scatter_segments = _op(reference.scatter_segments, "step.scatter_segments")
+    shrink_adapters = _op(reference.shrink_adapters, "layers.shrink_adapters")
     silu_and_mul = _op(reference.silu_and_mul, "layers.activation")
     gelu_tanh_and_mul = _op(reference.gelu_tanh_and_mul, "layers.activation")
     top_logprobs = _op(reference.top_logprobs, "sampling.logprobs")

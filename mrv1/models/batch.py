@@ -45,6 +45,9 @@ class AttentionBatch:
     """Rows, padding included."""
     features: FeatureRows | None = None
     """Features in place of the embeddings of some tokens; None = no token has any."""
+    adapter_slots: torch.Tensor | None = None
+    """[num_tokens] int32, the slot of each token's adapter in the model's ``lora``, -1 = none;
+    None = no token of this step has one."""
     attn_mask_offsets: torch.Tensor | None = None
     """[num_tokens, 2] int32, the range ``[lo, hi)`` of keys that each token sees, in rows that the
     prefill kernel takes; None = each token sees all keys up to its own."""

@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
+from mrv1.errors import ConfigError
 from mrv1.kernels import AllReduceBuffers, QKNorm, QuantizedWeight, Rope
 from mrv1.kernels.layers.contracts import Activation, FeatureRows
+from mrv1.kernels.layers.lora import Adapters
 from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
+from mrv1.models.lora import NO_LAYER, LoraWeights, TokenAdapters, add_embedding
 from mrv1.models.parallel import ParallelContext
+from mrv1.models.products import Products
 from mrv1.models.rope import cos_sin_table
-from mrv1.models.weights import ExpertWeights, LayerWeights, Matrix, ModelWeights, Weight
+from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
 
 LEAF_BYTES = 2**29
 """Most bytes of deterministic products with experts that are kept at the same time."""
@@ -54,6 +58,9 @@ class DecoderModel:
         self._ops = ops
         self._parallel = parallel or ParallelContext()
         self.deterministic = deterministic
+        self._products = Products(ops, deterministic=deterministic)
+        self.lora: LoraWeights | None = None
+        """Slots of adapters; None = the model has none, see ``enable_lora``."""
         self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
         self._sum_eps = config.rms_norm_eps / config.residual_scale**2
         """Of norms of the residual sum, which is divided by ``residual_scale``."""
@@ -84,6 +91,21 @@ class DecoderModel:
     def dtype(self) -> torch.dtype:
         """Dtype of weights and activations."""
         return self.weights.embed.dtype
+
+    def enable_lora(self, max_loras: int, max_rank: int) -> None:
+        """Allocate slots for adapters; ``AttentionBatch.adapter_slots`` says who uses which.
+
+        ConfigError: sums over several ranks are to have the bits of one.
+        """
+        if self.deterministic and self._parallel.size > 1:
+            raise ConfigError(
+                "enable_lora: expected a single rank with deterministic=True, got "
+                f"{self._parallel.size}"
+            )
+        self.lora = LoraWeights.empty(
+            self.config, max_loras=max_loras, max_rank=max_rank, device=self.device,
+            dtype=self.dtype, vocab_rows=self.weights.embed.shape[0],
+        )  # fmt: skip
 
     def kernel_backend(self, *, shares_prefixes: bool = False) -> KernelBackend:
         """Return a backend that attends with the kernels of ``ops``."""
@@ -125,26 +147,34 @@ class DecoderModel:
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden, x, cos_sin = self._embed(batch)
-        ropes = self._ropes(batch, cos_sin)
+        ropes, lora = self._ropes(batch, cos_sin), TokenAdapters(self.lora, batch.adapter_slots)
         for index, (layer, next_norm, cache) in enumerate(
             zip(layers, next_norms, caches, strict=True)
         ):
-            qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o)
+            qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o, lora.of(index, "qkv"))
             q = self._write_kv(qkv, layer, batch, ropes[index], cache)
             if on_kv_written is not None:
                 on_kv_written(index)
             attended = backend.attend(q, batch, cache).flatten(1)
             experts, norms = layer.experts, (layer.attention_out_norm, layer.mlp_norm)
-            x = self._add(hidden, attended, layer.o, *norms, normed=experts is not None)
+            x = self._add(
+                hidden, attended, layer.o, *norms, normed=experts is not None,
+                adapters=lora.of(index, "o"),
+            )  # fmt: skip
             deep = batch.features if index < self._num_deepstack_layers else None
             if experts is not None:
                 _add_deep(self._ops, hidden, deep, index)
                 x = self._add_experts(hidden, x, experts, batch.slot_mapping, next_norm)
                 continue
             gate_up, down = layer.mlp
-            activated = self._linear(x, gate_up, layer.mlp_norm, down, self.config.activation)
+            activated = self._linear(
+                x, gate_up, layer.mlp_norm, down, lora.of(index, "gate_up"), self.config.activation
+            )
             _add_deep(self._ops, hidden, deep, index)
-            x = self._add(hidden, activated, down, layer.mlp_out_norm, next_norm)
+            x = self._add(
+                hidden, activated, down, layer.mlp_out_norm, next_norm,
+                adapters=lora.of(index, "down"),
+            )  # fmt: skip
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
     def _ropes(self, batch: AttentionBatch, cos_sin: torch.Tensor) -> list[Rope | None]:
@@ -159,19 +189,30 @@ class DecoderModel:
             for index, window in enumerate(config.layer_windows)
         ]
 
-    def compute_logits(self, hidden_rows: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``."""
+    def compute_logits(
+        self, hidden_rows: torch.Tensor, adapter_slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``[rows, vocab]`` float32 logits (of float64: float64) of ``[rows, hidden]``.
+
+        ``adapter_slots`` are those of the rows, as in ``AttentionBatch``.
+        """
         lm_head, wide = self.weights.lm_head, torch.promote_types(hidden_rows.dtype, torch.float32)
         logits = hidden_rows.new_empty((len(hidden_rows), lm_head.shape[0]), dtype=wide)
-        self.compute_shard(hidden_rows, logits)
+        self.compute_shard(hidden_rows, logits, adapter_slots)
         logits = self._parallel.all_gather(logits)
         if logits.shape[1] == self.config.vocab_size:
             return logits
         return logits[:, : self.config.vocab_size].contiguous()  # the last rank has padding
 
-    def compute_shard(self, hidden_rows: torch.Tensor, out: torch.Tensor) -> None:
+    def compute_shard(
+        self,
+        hidden_rows: torch.Tensor,
+        out: torch.Tensor,
+        adapter_slots: torch.Tensor | None = None,
+    ) -> None:
         """Write this rank's shard of the logits, ``[rows, vocab_rows]`` float32, padding too."""
-        self._multiply(hidden_rows, self.weights.lm_head, out=out)
+        adapters = TokenAdapters(self.lora, adapter_slots).of(NO_LAYER, "lm_head")
+        self._products.multiply(hidden_rows, self.weights.lm_head, out=out, adapters=adapters)
         if self.config.logits_divisor != 1:
             out /= self.config.logits_divisor
         if (cap := self.config.logits_soft_cap) is not None:
@@ -183,7 +224,8 @@ class DecoderModel:
         Each rank embeds the tokens of its part of the vocabulary; the sum has all.
         """
         embed, parallel = self.weights.embed, self._parallel
-        first_id = parallel.rank * embed.shape[0] if parallel.size > 1 else None
+        first = parallel.rank * embed.shape[0]
+        first_id = first if parallel.size > 1 else None
         ids = batch.input_ids
         if isinstance(embed, QuantizedWeight):
             ids, rows = _looked_up(ids, embed, first_id)
@@ -201,6 +243,9 @@ class DecoderModel:
             scale=self._embed_scale,
             scales_features=self.config.scales_features,
         )
+        adapters = TokenAdapters(self.lora, batch.adapter_slots).of(NO_LAYER, "embed")
+        if adapters is not None:
+            add_embedding(hidden, batch, adapters, self._ops, first, self._embed_scale)
         norm = self.weights.layers[0].input_norm
         if parallel.peers is not None:
             return hidden, self._sum_and_norm(hidden, norm, out=hidden), cos_sin
@@ -259,55 +304,17 @@ class DecoderModel:
             return hidden
         return self._norm(hidden, weight)
 
-    def _multiply(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None = None,
-        **fused: Any,  # noqa: ANN401 - arguments of linear
-    ) -> torch.Tensor:
-        """Return ``x @ weight.T + bias`` and ``linear``'s extras, however weights are stored."""
-        if isinstance(weight.matrix, tuple):
-            return self._multiply_parts(x, weight.matrix, bias, **fused)
-        return self._ops.linear(x, weight.matrix, bias, deterministic=self.deterministic, **fused)
-
-    def _multiply_parts(
-        self,
-        x: torch.Tensor,
-        matrices: tuple[Matrix, ...],
-        bias: torch.Tensor | None,
-        *,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        activation: Activation | None,
-        prefetch: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return what ``_linear`` does, one product for each of several matrices."""
-        if norm_weight is not None:
-            x = self._ops.rms_norm(x, norm_weight, eps)
-        sizes = [matrix.shape[0] for matrix in matrices]
-        out = x.new_empty((len(x), sum(sizes)))
-        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
-        for matrix, own, part in zip(matrices, out.split(sizes, dim=1), biases, strict=True):
-            last = prefetch if matrix is matrices[-1] else None
-            self._ops.linear(
-                x, matrix, part, out=own, prefetch=last, deterministic=self.deterministic
-            )
-        if activation is None:
-            return out
-        is_silu = activation == "silu_and_mul"
-        return self._ops.silu_and_mul(out) if is_silu else self._ops.gelu_tanh_and_mul(out)
-
     def _linear(
         self,
         x: torch.Tensor,
         weight: Weight,
         norm_weight: torch.Tensor | None,
         next_weight: Weight,
+        adapters: Adapters | None,
         activation: Activation | None = None,
     ) -> torch.Tensor:
         """Return ``activation(norm(x) @ weight.T + bias)``; prefetch ``next_weight`` meanwhile."""
-        return self._multiply(
+        return self._products.multiply(
             x,
             weight,
             weight.bias,
@@ -315,6 +322,7 @@ class DecoderModel:
             eps=self._sum_eps,
             activation=activation,
             prefetch=next_weight.prefetched,
+            adapters=adapters,
         )
 
     def _add(
@@ -326,6 +334,7 @@ class DecoderModel:
         next_norm: torch.Tensor | None,
         *,
         normed: bool = False,
+        adapters: Adapters | None = None,
     ) -> torch.Tensor:
         """Add ``out_norm(x @ weight.T + bias)``, summed over the ranks, to ``hidden`` in place.
 
@@ -336,7 +345,7 @@ class DecoderModel:
         next_norm = next_norm if normed or self._norms_ahead(hidden) else None
         if out_norm is None and not self._parallel.sums_partials:
             normed_out = None if next_norm is None else torch.empty_like(hidden)
-            self._multiply(
+            self._products.multiply(
                 x,
                 weight,
                 weight.bias,
@@ -346,17 +355,18 @@ class DecoderModel:
                 out=hidden,
                 out_norm_weight=next_norm,
                 normed_out=normed_out,
+                adapters=adapters,
             )
             return hidden if normed_out is None else normed_out
         if self._parallel.peers is not None:
-            partial = self._partial(x, weight)
+            partial = self._partial(x, weight, adapters)
             if out_norm is None:
                 return self._sum_and_norm(
                     partial, next_norm, out=hidden, bias=weight.bias, residual=hidden
                 )
             added = self._sum(partial, bias=weight.bias, out=torch.empty_like(hidden))
         elif self.deterministic and self._parallel.size > 1:
-            added = self._parallel.sum_in_order(self._partial(x, weight))
+            added = self._parallel.sum_in_order(self._partial(x, weight, adapters))
             if weight.bias is not None:
                 added += weight.bias.to(added.dtype)
             if out_norm is None:
@@ -364,7 +374,9 @@ class DecoderModel:
             added = added.to(hidden.dtype)
         else:
             bias = weight.bias if self._parallel.rank == 0 else None  # the sum has it once
-            added = self._parallel.all_reduce(self._multiply(x, weight, bias, leaves=self._leaves))
+            added = self._parallel.all_reduce(
+                self._products.multiply(x, weight, bias, leaves=self._leaves, adapters=adapters)
+            )
         if out_norm is not None:
             added = self._ops.rms_norm(added, out_norm, self.config.rms_norm_eps)
         if next_norm is not None:
@@ -384,7 +396,7 @@ class DecoderModel:
         """Leaves of this rank in a product whose inputs ranks divide, if it is deterministic."""
         return self._parallel.leaves if self.deterministic else None
 
-    def _partial(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _partial(self, x: torch.Tensor, weight: Weight, adapters: Adapters | None) -> torch.Tensor:
         """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded.
 
         For ranks with peers' memory it may be ``linear``'s splits, which ``_sum`` adds up.
@@ -393,7 +405,9 @@ class DecoderModel:
         if self.deterministic:
             wide = torch.promote_types(x.dtype, torch.float32)
             out = x.new_empty((len(x), weight.shape[0]), dtype=wide)
-        return self._multiply(x, weight, leaves=self._leaves, out=out, keep_splits=keeps_splits)
+        return self._products.multiply(
+            x, weight, leaves=self._leaves, out=out, keep_splits=keeps_splits, adapters=adapters
+        )
 
     def _add_experts(
         self,
@@ -486,7 +500,8 @@ class DecoderModel:
             if config.qk_norm == "head":
                 norm = QKNorm(layer.q_norm, layer.k_norm, config.rms_norm_eps)
             else:
-                self._norm_whole(qkv, (layer.q_norm, layer.k_norm))
+                weights = (layer.q_norm, layer.k_norm)
+                _norm_whole(qkv, weights, config.rms_norm_eps, self._ops, self._parallel)
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
         return self._ops.qkv_cache_write(
             qkv,
@@ -500,22 +515,6 @@ class DecoderModel:
             q_out=q,
             scales=cache.scales,
         )
-
-    def _norm_whole(self, qkv: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-        """Norm queries and keys in place, each as one vector over the heads of all ranks."""
-        eps, size = self.config.rms_norm_eps, self._parallel.size
-        parts = qkv[:, : sum(map(len, weights))].split([*map(len, weights)], dim=1)
-        if size == 1:
-            for part, weight in zip(parts, weights, strict=True):
-                self._ops.rms_norm(part, weight, eps, out=part)
-            return
-        wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
-        squares = torch.stack([part.square().sum(dim=1) for part in wide], dim=1)
-        squares = self._parallel.all_reduce(squares)
-        for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            # Ranks that share KV heads all count them: so do the numbers that the sum is of.
-            mean = squares[:, index, None] / (size * len(weight))
-            part.copy_((wide[index] * torch.rsqrt(mean + eps)).to(part.dtype) * weight)
 
 
 def _add_deep(ops: Ops, hidden: torch.Tensor, features: FeatureRows | None, layer: int) -> None:
@@ -542,3 +541,26 @@ def _looked_up(
         name: each.index_select(0, rows) for name, each in embed.tensors.items()
     }
     return own, replace(embed, **found)
+
+
+def _norm_whole(
+    qkv: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    eps: float,
+    ops: Ops,
+    parallel: ParallelContext,
+) -> None:
+    """Norm queries and keys in place, each as one vector over the heads of all ranks."""
+    size = parallel.size
+    parts = qkv[:, : sum(map(len, weights))].split([*map(len, weights)], dim=1)
+    if size == 1:
+        for part, weight in zip(parts, weights, strict=True):
+            ops.rms_norm(part, weight, eps, out=part)
+        return
+    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
+    squares = torch.stack([part.square().sum(dim=1) for part in wide], dim=1)
+    squares = parallel.all_reduce(squares)
+    for index, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+        # Ranks that share KV heads all count them: so do the numbers that the sum is of.
+        mean = squares[:, index, None] / (size * len(weight))
+        part.copy_((wide[index] * torch.rsqrt(mean + eps)).to(part.dtype) * weight)

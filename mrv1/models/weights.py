@@ -213,6 +213,15 @@ def _layer_places(config: ModelConfig, layer: int) -> dict[str, _Place]:
     return {each.name: places[each.name] for each in fields(LayerWeights) if each.name in places}
 
 
+def part_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return a layer's linear weights but experts: the rows of each module in it, its inputs."""
+    return {
+        name: (tuple(place.parts.values()), place.columns)
+        for name, place in _layer_places(config, layer).items()
+        if place.columns is not None
+    }
+
+
 def _empty_experts(
     config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 ) -> ExpertWeights:

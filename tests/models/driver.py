@@ -28,6 +28,7 @@ class Request:
     token_ids: list[int]
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    adapter_slot: int = -1
 
 
 class PagedDriver:
@@ -91,13 +92,22 @@ class PagedDriver:
             for layer, window in enumerate(config.layer_windows)
         ]
 
-    def logits(self, prompts: Sequence[list[int]], chunk: int | None) -> list[torch.Tensor]:
+    def logits(
+        self,
+        prompts: Sequence[list[int]],
+        chunk: int | None,
+        adapter_slots: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
         """Return each prompt's logits ``[len, vocab]``, computed ``chunk`` tokens a step.
 
         ``None`` computes every prompt in one step. Prompts end at different steps, so batches
-        shrink and become ragged.
+        shrink and become ragged. ``adapter_slots`` has one for each prompt; None = no adapters.
         """
-        requests = [Request(list(prompt)) for prompt in prompts]
+        slots = adapter_slots or [-1] * len(prompts)
+        requests = [
+            Request(list(prompt), adapter_slot=slot)
+            for prompt, slot in zip(prompts, slots, strict=True)
+        ]
         rows: list[list[torch.Tensor]] = [[] for _ in requests]
         while pending := [r for r in requests if r.num_computed < len(r.token_ids)]:
             lens = [len(r.token_ids) - r.num_computed for r in pending]
@@ -109,15 +119,16 @@ class PagedDriver:
     def step(self, requests: list[Request], query_lens: list[int]) -> list[torch.Tensor]:
         """Run the next ``query_lens`` tokens of each request; return their logits per request."""
         batch = self.batch(requests, query_lens)
-        hidden = self.model.forward(batch, self.caches)
-        logits = self.model.compute_logits(hidden[: sum(query_lens)])
+        hidden, slots = self.model.forward(batch, self.caches), batch.adapter_slots
+        rows = slice(sum(query_lens))
+        logits = self.model.compute_logits(hidden[rows], None if slots is None else slots[rows])
         for request, query_len in zip(requests, query_lens, strict=True):
             request.num_computed += query_len
         return list(logits.split(query_lens))
 
     def batch(self, requests: list[Request], query_lens: list[int]) -> AttentionBatch:
         """Assemble one step, padding rows last."""
-        input_ids, positions, slots, seq_lens, starts = [], [], [], [], [0]
+        input_ids, positions, slots, seq_lens, starts, adapters = [], [], [], [], [0], []
         for request, query_len in zip(requests, query_lens, strict=True):
             seq_len = request.num_computed + query_len
             while len(request.blocks) * self.block_size < seq_len:
@@ -128,6 +139,7 @@ class PagedDriver:
                 positions.append(position)
                 slots.append(request.blocks[block] * self.block_size + offset)
             seq_lens.append(seq_len)
+            adapters += [request.adapter_slot] * query_len
             starts.append(len(input_ids))
         uniform = len(set(query_lens)) == 1 and query_lens[0] <= MAX_DECODE_QUERY_LEN
         # In a decode batch each padding row has query_len tokens, as the other rows have. In other
@@ -140,7 +152,10 @@ class PagedDriver:
         def tensor(values: list, dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.model.device)
 
+        uses_adapters = any(slot >= 0 for slot in adapters)
+        adapters += [-1] * num_padding
         return AttentionBatch(
+            adapter_slots=tensor(adapters, torch.int32) if uses_adapters else None,
             input_ids=tensor(input_ids + [0] * num_padding, torch.int64),
             positions=tensor(positions + [0] * num_padding, torch.int64),
             slot_mapping=tensor([slots + [-1] * num_padding], torch.int64),

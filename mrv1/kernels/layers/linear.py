@@ -35,6 +35,7 @@ from mrv1.device import device_info
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.triton import INTERPRET
 from mrv1.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
+from mrv1.kernels.layers.add_adapters import add_adapters
 from mrv1.kernels.layers.contracts import GATES, Activation, check_norm_weight
 from mrv1.kernels.layers.dequantize import check_multiplied, widened
 from mrv1.kernels.layers.linear_call import LinearCall
@@ -48,8 +49,10 @@ from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_reg
 from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
+from mrv1.kernels.layers.lora import Adapters
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.layers.rms_norm import rms_norm
+from mrv1.kernels.layers.shrink_adapters import shrink_adapters
 from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
 MOST_TOKENS = 32
@@ -86,6 +89,7 @@ def linear(
     deterministic: bool = False,
     leaves: int | None = None,
     keep_splits: bool = False,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """Return ``residual + activation(rms_norm(x) @ weight.T + bias)``, each part if it is given.
 
@@ -119,6 +123,9 @@ def linear(
             product that splits its inputs then returns float32 ``[splits, tokens, out]``, and
             leaves ``out`` unwritten. Not with what changes or follows the product; splits of
             leaves are added as leaves are.
+        adapters: low-rank adapters of the weight, and which of them each token uses: their
+            ``scaling * B @ A @ rms_norm(x)`` is added to the product, before ``bias``. With an
+            activation they have one part, or one for gates and one for ups.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -133,12 +140,15 @@ def linear(
         codes: scales of groups of at least 64 bytes of codes multiply sums, and the norm of one
         token multiplies by its weight, rounds, and scales the result; other scales multiply
         weights, which are rounded once, as are those of more tokens and of deterministic calls.
-        Inputs are not quantized. Tier B.
+        Inputs are not quantized. Adapters' products are as in ``shrink_adapters`` and
+        ``add_adapters``, added to the float32 sum or the library's rounded product. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
     num_out = _check(x, weight, bias, norm_weight, residual, activation, out)
     _check_what_follows(x, num_out, out, out_norm_weight, normed_out, prefetch)
+    if adapters is not None:
+        _check_adapters(adapters, x, weight.shape[0], is_gated=activation is not None)
     added = (bias, norm_weight, residual, activation, normed_out)
     if keep_splits and any(each is not None for each in added):
         raise ValueError("keep_splits: expected False with arguments that change the product")
@@ -148,8 +158,10 @@ def linear(
         return out
     is_vector = x.shape[0] == 1 and not deterministic
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    if norm_weight is not None and not (is_vector and _norms_itself(x, quantized)):
+    norms_itself = is_vector and adapters is None and _norms_itself(x, quantized)
+    if norm_weight is not None and not norms_itself:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
+    shrunk = None if adapters is None else shrink_adapters(x, adapters)
     if quantized is not None and quantized.order is not None:
         x = x.index_select(1, quantized.order)
     call = LinearCall(
@@ -166,6 +178,8 @@ def linear(
         prefetch=prefetch,
         order=SumOrder.of(x.shape[1], leaves) if deterministic else None,
         keeps_splits=keep_splits,
+        adapters=adapters,
+        shrunk=shrunk,
     )
     sums = None
     config_of_codes = None if quantized is None else codes_config(call, quantized)
@@ -191,6 +205,7 @@ def linear(
         sums = multiply_tiles(call, _tile_config(call))
     if sums is not None:
         if keep_splits:
+            _add_adapters(call, sums[0])
             return sums
         add_splits(call, sums)
     elif normed_out is not None and out_norm_weight is not None:
@@ -234,7 +249,7 @@ def _register_config(call: LinearCall) -> RegisterConfig | None:
 def _takes_groups(call: LinearCall) -> bool:
     """Say whether warp groups compute the call if its steps can be copied."""
     is_many = call.order is not None and call.num_tokens > MOST_REGISTER_TOKENS
-    if INTERPRET or not is_many or call.x.dtype.itemsize != 2:
+    if INTERPRET or not is_many or call.x.dtype.itemsize != 2 or call.adapters is not None:
         return False
     if call.gate == GATES["gelu_tanh_and_mul"]:  # tiles have the same bits, in more time
         return False
@@ -279,14 +294,33 @@ def _multiply_by_library(call: LinearCall) -> None:
     product = None if call.is_gated else call.out
     if call.out.dtype != x.dtype:
         torch.mm(x, call.weight.T, out_dtype=call.out.dtype, out=call.out)
+        _add_adapters(call, call.out)
         return
     if added is None:
         product = torch.mm(x, call.weight.T, out=product)
     else:
         product = torch.addmm(added, x, call.weight.T, out=product)
+    _add_adapters(call, product)
     if call.is_gated:
         activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
         activate(product, out=call.out)
+
+
+def _add_adapters(call: LinearCall, product: torch.Tensor) -> None:
+    """Add what the call's adapters add, if it has any, to a product that has no activation yet."""
+    if call.adapters is not None and call.shrunk is not None:
+        add_adapters(product, call.shrunk, call.adapters)
+
+
+def _check_adapters(adapters: Adapters, x: torch.Tensor, num_rows: int, *, is_gated: bool) -> None:
+    """Raise unless adapters are those of a weight with ``num_rows`` rows, of x's tokens."""
+    adapters.check(x, num_rows)
+    rows = adapters.matrices.part_rows
+    if is_gated and rows not in ((num_rows,), (num_rows // 2,) * 2):
+        raise ValueError(
+            f"adapters.part_rows: expected ({num_rows // 2}, {num_rows // 2}), gates and ups, got "
+            f"{rows}"
+        )
 
 
 def _check(

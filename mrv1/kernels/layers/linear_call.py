@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.layers.lora import Adapters
+from mrv1.kernels.layers.lora_values import lora_arguments
 from mrv1.kernels.layers.sum_order import SumOrder
 
 
@@ -33,6 +35,10 @@ class LinearCall:
     """The order of a deterministic sum; None = any."""
     keeps_splits: bool = False
     """Whether the caller adds up the sums of splits."""
+    adapters: Adapters | None = None
+    """Low-rank adapters of tokens."""
+    shrunk: torch.Tensor | None = None
+    """The adapters' first product, of ``shrink_adapters``."""
 
     @property
     def is_gated(self) -> bool:
@@ -43,6 +49,10 @@ class LinearCall:
     def is_followed(self) -> bool:
         """Whether a launch that follows anyway, for a norm or a sum over ranks, adds up splits."""
         return self.keeps_splits or self.normed_out is not None
+
+    def lora_arguments(self, tile: int, num_warps: int) -> dict[str, Any]:
+        """Return a kernel's arguments for adapters; a program writes ``tile`` results at once."""
+        return lora_arguments(self.adapters, self.shrunk, tile, num_warps)
 
     @property
     def num_tokens(self) -> int:

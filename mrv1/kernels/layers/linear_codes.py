@@ -28,6 +28,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lanes import lane_rows, sum_of_warps
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
 from mrv1.kernels.layers.linear_splits import empty_sums
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.quantized import MOST_TOKENS, QuantizedWeight
 from mrv1.kernels.layers.silu import gated
@@ -274,6 +275,15 @@ def _linear_codes_kernel(
     DEPTH: tl.constexpr,
     NORM_IN: tl.constexpr,  # power of two, at least IN, if there is a norm
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
+    b_ptr=None,
+    slots_ptr=None,
+    ranks_ptr=None,
+    LORA_PARTS: tl.constexpr = 0,
+    MAX_RANK: tl.constexpr = 0,
+    AT_ONCE: tl.constexpr = 0,
+    SECOND_PART: tl.constexpr = 0,
+    THIRD_PART: tl.constexpr = 0,
 ):
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
@@ -396,10 +406,22 @@ def _linear_codes_kernel(
         rows_of_sums = split.to(tl.int64) * num_tokens + token
         tl.store(sums_ptr + rows_of_sums * num_out + col, y, mask=inside)
     else:
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+        is_token, num_rows = token < num_tokens, 2 * num_out if GATED else num_out
         if GATED:
             y, up = tl.split(tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0)))
+            if b_ptr is not None:
+                up += adapter_values(
+                    lora, token, is_token, num_out + col, is_out, num_rows, LORA_PARTS, MAX_RANK,
+                    AT_ONCE, SECOND_PART, THIRD_PART,
+                )  # fmt: skip
             if bias_ptr is not None:
                 up += tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            y += adapter_values(
+                lora, token, is_token, col, is_out, num_rows, LORA_PARTS, MAX_RANK,
+                AT_ONCE, SECOND_PART, THIRD_PART,
+            )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
         if GATED:
@@ -488,5 +510,6 @@ def multiply_codes(
         num_stages=1,  # the loop loads ahead by itself, into registers
         **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
         **overlap_options(call.x.device),
+        **call.lora_arguments(config.tile_tokens * program_out, config.num_warps),
     )
     return sums

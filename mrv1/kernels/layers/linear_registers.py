@@ -29,6 +29,7 @@ from mrv1.kernels.layers.lanes import (
 )
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -189,6 +190,15 @@ def _linear_registers_kernel(
     CHAIN_IN: tl.constexpr,  # inputs of a warp, which are in order; 0 = in any order
     IN_TREE: tl.constexpr,  # whether warps are added as a tree, or from the first to the last
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
+    b_ptr=None,
+    slots_ptr=None,
+    ranks_ptr=None,
+    LORA_PARTS: tl.constexpr = 0,
+    MAX_RANK: tl.constexpr = 0,
+    AT_ONCE: tl.constexpr = 0,
+    SECOND_PART: tl.constexpr = 0,
+    THIRD_PART: tl.constexpr = 0,
 ):
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     IN_ORDER: tl.constexpr = CHAIN_IN > 0
@@ -265,13 +275,25 @@ def _linear_registers_kernel(
             if sums_ptr is not None:
                 tl.store(sums_ptr + (split * num_tokens + token) * num_out + col, y, mask=inside)
             else:
+                lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+                num_rows = 2 * num_out if GATED else num_out
                 if GATED:
                     y, up = tl.split(
                         tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0))
                     )
+                    if b_ptr is not None:
+                        up += adapter_values(
+                            lora, token, is_token, num_out + col, is_out, num_rows, LORA_PARTS,
+                            MAX_RANK, AT_ONCE, SECOND_PART, THIRD_PART,
+                        )  # fmt: skip
                     if bias_ptr is not None:
                         up_bias = tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0)
                         up += up_bias.to(tl.float32)
+                if b_ptr is not None:
+                    y += adapter_values(
+                        lora, token, is_token, col, is_out, num_rows, LORA_PARTS, MAX_RANK,
+                        AT_ONCE, SECOND_PART, THIRD_PART,
+                    )  # fmt: skip
                 if bias_ptr is not None:
                     y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
                 if GATED:
@@ -314,5 +336,8 @@ def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> torch.Ten
         num_warps=config.num_warps,
         **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
         **overlap_options(call.x.device),
+        **call.lora_arguments(
+            config.tile_tokens * config.tile_rows // (2 if call.is_gated else 1), config.num_warps
+        ),
     )
     return sums

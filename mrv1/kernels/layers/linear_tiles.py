@@ -22,6 +22,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -352,6 +353,15 @@ def _linear_tile_kernel(
     NEXT_AT_ONCE: tl.constexpr,
     CHAIN_STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
+    b_ptr=None,
+    slots_ptr=None,
+    ranks_ptr=None,
+    LORA_PARTS: tl.constexpr = 0,
+    MAX_RANK: tl.constexpr = 0,
+    AT_ONCE: tl.constexpr = 0,
+    SECOND_PART: tl.constexpr = 0,
+    THIRD_PART: tl.constexpr = 0,
 ):
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights."""
     IS_EXACT: tl.constexpr = PART_IN % TILE_IN == 0 and SPLITS * PARTS * PART_IN == IN
@@ -390,12 +400,24 @@ def _linear_tile_kernel(
         sums_ptr += (split * num_tokens + token) * num_out + col
         tl.store(sums_ptr, y, mask=inside)
     else:
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+        is_col, num_rows = col < num_out, 2 * num_out if GATED else num_out
         if GATED:
             halves = tl.permute(tl.reshape(y, [TILE_TOKENS, 2, TILE_OUT]), (0, 2, 1))
             y, up_y = tl.split(halves)
+            if b_ptr is not None:
+                up_y += adapter_values(
+                    lora, token, is_token, num_out + col, is_col, num_rows, LORA_PARTS, MAX_RANK,
+                    AT_ONCE, SECOND_PART, THIRD_PART,
+                )  # fmt: skip
             if bias_ptr is not None:
                 up_bias = tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0)
                 up_y += up_bias.to(tl.float32)
+        if b_ptr is not None:
+            y += adapter_values(
+                lora, token, is_token, col, is_col, num_rows, LORA_PARTS, MAX_RANK,
+                AT_ONCE, SECOND_PART, THIRD_PART,
+            )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
         if GATED:
@@ -438,5 +460,8 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
         CHAIN_STEPS=config.chain_steps,
         num_warps=config.num_warps,
         **overlap_options(call.x.device),
+        **call.lora_arguments(
+            config.tile_tokens * config.tile_rows // (2 if call.is_gated else 1), config.num_warps
+        ),
     )
     return sums

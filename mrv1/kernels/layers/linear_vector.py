@@ -14,6 +14,7 @@ import torch
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
 
 
@@ -115,6 +116,15 @@ def _linear_vector_kernel(
     EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
     LATE_CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
+    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
+    b_ptr=None,
+    slots_ptr=None,
+    ranks_ptr=None,
+    LORA_PARTS: tl.constexpr = 0,
+    MAX_RANK: tl.constexpr = 0,
+    AT_ONCE: tl.constexpr = 0,
+    SECOND_PART: tl.constexpr = 0,
+    THIRD_PART: tl.constexpr = 0,
 ):
     """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
@@ -171,6 +181,17 @@ def _linear_vector_kernel(
 
     y = tl.sum(first_y, axis=1, keep_dims=True)
     second_y = tl.sum(second_y, axis=1, keep_dims=True)
+    lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+    num_rows = 2 * num_out if GATED else num_out
+    if b_ptr is not None:
+        y += adapter_values(
+            lora, every, always, first, is_first, num_rows, LORA_PARTS, MAX_RANK,
+            AT_ONCE, SECOND_PART, THIRD_PART,
+        )  # fmt: skip
+        second_y += adapter_values(
+            lora, every, always, second, is_second, num_rows, LORA_PARTS, MAX_RANK,
+            AT_ONCE, SECOND_PART, THIRD_PART,
+        )  # fmt: skip
     if bias_ptr is not None:
         y += first_bias
         second_y += second_bias
@@ -200,4 +221,5 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
         LATE_CHUNKS=config.late_chunks,
         num_warps=config.num_warps,
         **overlap_options(call.x.device),
+        **call.lora_arguments(config.tile_rows, config.num_warps),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 
@@ -18,6 +19,7 @@ from mrv1.kernels.layers.contracts import (
     FeatureRows,
     check_features,
 )
+from mrv1.kernels.layers.lora import Adapters
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
 
@@ -125,9 +127,12 @@ def linear(
     deterministic: bool = False,
     leaves: int | None = None,
     keep_splits: bool = False,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.linear`; it has no splits to keep."""
     check_leaves(leaves, deterministic=deterministic)
+    if adapters is not None:
+        adapters.check(x, weight.shape[0])
     if isinstance(weight, QuantizedWeight):
         weight = weight.dense()
     if norm_weight is not None:
@@ -136,6 +141,9 @@ def linear(
         y = _sum_in_order(wide(x), wide(weight), SumOrder.of(x.shape[1], leaves))
     else:
         y = wide(x) @ wide(weight).T
+    if adapters is not None:
+        shrunk = shrink_adapters(x, adapters)
+        add_adapters(y, shrunk, adapters)
     if bias is not None:
         y = y + wide(bias)
     if activation is not None:
@@ -146,6 +154,44 @@ def linear(
     if normed_out is not None and out_norm_weight is not None:
         rms_norm(y, out_norm_weight, eps, out=normed_out)
     return y if out is None else out.copy_(y)
+
+
+@counted
+def shrink_adapters(x: torch.Tensor, adapters: Adapters) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.shrink_adapters`; a token's bits do not follow the others."""
+    matrices, slots = adapters.matrices, adapters.slots
+    matrices.check(x, sum(matrices.part_rows))
+    shrunk = wide(x).new_zeros(len(x), matrices.a.shape[1])
+    for slot, part, rank in _adapted_parts(adapters):
+        first = part * matrices.max_rank
+        rows = wide(matrices.a[slot, first : first + rank])
+        scaling = matrices.scaling[slot, part]
+        for token in (slots == slot).nonzero().flatten().tolist():
+            sums = (rows * wide(x[token])).sum(-1)
+            shrunk[token, first : first + rank] = sums * scaling
+    return shrunk
+
+
+@counted
+def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) -> None:
+    """Oracle of :func:`mrv1.kernels.add_adapters`: ranks are added from first to last."""
+    matrices, slots = adapters.matrices, adapters.slots
+    for slot, part, rank in _adapted_parts(adapters):
+        first, start = part * matrices.max_rank, matrices.part_starts[part]
+        columns = slice(start, start + matrices.part_rows[part])
+        tokens = (slots == slot).nonzero().flatten()
+        added = shrunk.new_zeros(len(tokens), matrices.part_rows[part])
+        for index in range(rank):
+            row = wide(matrices.b[slot, index, columns])
+            added += shrunk[tokens, first + index, None] * row
+        out[tokens, columns] = (wide(out[tokens, columns]) + added).to(out.dtype)
+
+
+def _adapted_parts(adapters: Adapters) -> Iterator[tuple[int, int, int]]:
+    """Yield the slots that tokens use, with each part that such an adapter has, and its rank."""
+    for slot in adapters.slots.unique().tolist():
+        ranks = adapters.matrices.ranks[slot].tolist() if slot >= 0 else []
+        yield from ((slot, part, rank) for part, rank in enumerate(ranks) if rank)
 
 
 def _sum_in_order(x: torch.Tensor, weight: torch.Tensor, order: SumOrder) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""Buffers for the adapters (LoRA) of a decoder, one slot for each that may be loaded at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from mrv1.kernels.layers.lora import Adapters, LoraMatrices
+from mrv1.models.config import ModelConfig
+from mrv1.models.lora.adapter import NO_LAYER, Adapter, AdapterPair, AdapterPlace
+from mrv1.models.weights import part_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraWeights:
+    """A and B of every adapter slot, for every weight of a decoder that may be adapted.
+
+    Loading and clearing go to the current stream: no step that is launched already may use the
+    slot.
+    """
+
+    max_loras: int
+    max_rank: int
+    places: Mapping[tuple[int, str], LoraMatrices]
+    """By layer and field, as in ``AdapterPlace``. The slots of experts' places are ``max_loras``
+    times as many experts: the experts of an adapter are neighbours."""
+
+    @classmethod
+    def empty(
+        cls,
+        config: ModelConfig,
+        *,
+        max_loras: int,
+        max_rank: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        vocab_rows: int | None = None,
+    ) -> LoraWeights:
+        """Return slots without adapters; ``config`` and ``vocab_rows`` are the rank's own.
+
+        A's rows and B's columns beyond an adapter's rank are never read.
+        """
+        places: dict[tuple[int, str], LoraMatrices] = {}
+
+        def add(key: tuple[int, str], slots: int, num_in: int, rows: tuple[int, ...]) -> None:
+            places[key] = LoraMatrices.empty(
+                slots, max_rank, num_in, rows, device=device, dtype=dtype
+            )
+
+        for layer in range(config.num_layers):
+            for field, (rows, num_in) in part_rows(config, layer).items():
+                add((layer, field), max_loras, num_in, rows)
+        rows = config.vocab_size if vocab_rows is None else vocab_rows
+        add((NO_LAYER, "embed"), max_loras, rows, (config.hidden_size,))
+        add((NO_LAYER, "lm_head"), max_loras, config.hidden_size, (rows,))
+        return cls(max_loras=max_loras, max_rank=max_rank, places=places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(each.nbytes for each in self.places.values())
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        """Copy an adapter into a slot, in place of the one that it has.
+
+        ValueError: there is no such slot, or a pair does not fit its place; nothing is copied.
+        """
+        self._check_slot(slot)
+        for place, pair in adapter.pairs.items():
+            self._check(place, pair)
+        self.clear(slot)
+        for place, pair in adapter.pairs.items():
+            matrices = self.places[place.layer, place.field]
+            index = self._index(matrices, slot, place)
+            row = place.part * self.max_rank
+            start = matrices.part_starts[place.part]
+            columns = slice(start, start + matrices.part_rows[place.part])
+            matrices.a[index, row : row + pair.rank].copy_(pair.a)
+            matrices.b[index, : pair.rank, columns].copy_(pair.b.T)
+            matrices.scaling[index, place.part] = pair.scaling
+            matrices.ranks[index, place.part] = pair.rank
+
+    def clear(self, slot: int) -> None:
+        """Let a slot have no adapter."""
+        self._check_slot(slot)
+        for matrices in self.places.values():
+            matrices.ranks.unflatten(0, (self.max_loras, -1))[slot].zero_()
+
+    def _index(self, matrices: LoraMatrices, slot: int, place: AdapterPlace) -> int:
+        num_experts = len(matrices.ranks) // self.max_loras
+        return slot * num_experts + max(place.expert, 0)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.max_loras:
+            raise ValueError(f"slot: expected 0 to {self.max_loras - 1}, got {slot}")
+
+    def _check(self, place: AdapterPlace, pair: AdapterPair) -> None:
+        matrices, name = self.places.get((place.layer, place.field)), _name(place)
+        if matrices is None or not 0 <= place.part < len(matrices.part_rows):
+            raise ValueError(f"{name}: expected a place of the model, got none")
+        num_experts = len(matrices.ranks) // self.max_loras
+        if place.expert >= num_experts or (place.expert < 0) != (num_experts == 1):
+            raise ValueError(f"{name}: expected one of {num_experts} experts")
+        if not 1 <= pair.rank <= self.max_rank:
+            raise ValueError(f"{name}: expected a rank of 1 to {self.max_rank}, got {pair.rank}")
+        shape_a = [pair.rank, matrices.a.shape[2]]
+        shape_b = [matrices.part_rows[place.part], pair.rank]
+        if [*pair.a.shape] != shape_a or [*pair.b.shape] != shape_b:
+            raise ValueError(
+                f"{name}: expected a {shape_a} and b {shape_b}, got {[*pair.a.shape]} and "
+                f"{[*pair.b.shape]}"
+            )
+
+
+class TokenAdapters(NamedTuple):
+    """The adapters of a step's tokens."""
+
+    lora: LoraWeights | None
+    slots: torch.Tensor | None
+    """[tokens] int32; None = no token has an adapter."""
+
+    def of(self, layer: int, field: str) -> Adapters | None:
+        """Return the adapters of a place; None = no token has one."""
+        if self.slots is None or self.lora is None:
+            return None
+        return Adapters(matrices=self.lora.places[layer, field], slots=self.slots)
+
+
+def _name(place: AdapterPlace) -> str:
+    layer = "" if place.layer == NO_LAYER else f"layer {place.layer}, "
+    expert = "" if place.expert < 0 else f", expert {place.expert}"
+    return f"{layer}{place.field}, part {place.part}{expert}"
+
+
+def adapted_places(config: ModelConfig) -> Iterator[AdapterPlace]:
+    """Yield each place of a model that an adapter may adapt, but for experts."""
+    for layer in range(config.num_layers):
+        for field, (rows, _) in part_rows(config, layer).items():
+            yield from (AdapterPlace(layer, field, part) for part in range(len(rows)))
+    yield AdapterPlace(NO_LAYER, "embed")
+    yield AdapterPlace(NO_LAYER, "lm_head")

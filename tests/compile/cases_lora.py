@@ -1,0 +1,107 @@
+"""Launches with adapters (LoRA) that are compiled ahead of time: their ops, and linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mrv1.kernels.layers.add_adapters import AddAdaptersConfig, _add_adapters_kernel
+from mrv1.kernels.layers.lora_values import ranks_at_once
+from mrv1.kernels.layers.shrink_adapters import ShrinkConfig, _shrink_adapters_kernel
+from mrv1.testing.aot import AotCase, Target, pointer
+from tests.compile import cases_linear
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+INT32, FLOAT32 = pointer(torch.int32), pointer(torch.float32)
+
+LINEAR = {
+    "linear_vector-bfloat16-1x14336x4096-residual": 1,
+    "linear_vector-bfloat16-1x4096x14336-norm-gated": 2,
+    "linear_vector-float32-1x100x48-norm-bias-gated-residual": 2,
+    "linear_tile-bfloat16-16x4096x6144-norm": 3,
+    "linear_tile-bfloat16-32x4096x14336-norm-gated": 2,
+    "linear_tile-float32-16x100x48-norm-bias-gated-residual": 2,
+    "linear_leaves-bfloat16-256x4096x6144-norm": 3,
+    "linear_leaves-bfloat16-32x4096x14336-norm-gated": 2,
+    "linear_registers-bfloat16-16x1024x4096-norm": 3,
+    "linear_registers-bfloat16-64x1024x3072-norm-gated": 2,
+    "linear_in_order-bfloat16-16x1024x4096-norm": 3,
+    "linear_add_splits-4096": 1,
+    "linear_add_splits-None": 1,
+}
+"""Launches of the linear layer, by the parts of their weights."""
+
+
+def cases(target: Target) -> list[AotCase]:
+    linear = {case.name: case for case in cases_linear.cases(target)}
+    return [
+        *(_shrink(target, dtype, num_in) for dtype in DTYPES for num_in in (100, 4096)),
+        *(_add(target, dtype, out) for dtype in DTYPES for out in {dtype, torch.float32}),
+        *(_adapted(linear[name], parts) for name, parts in LINEAR.items() if name in linear),
+    ]
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _constants(parts: int, tile: int, num_warps: int) -> dict[str, int]:
+    max_rank, num_rows = 16, 6144
+    starts = {1: (num_rows, num_rows), 2: (num_rows // 2, num_rows), 3: (4096, 5120)}
+    return {
+        "LORA_PARTS": parts,
+        "MAX_RANK": max_rank,
+        "AT_ONCE": ranks_at_once(max_rank, tile, num_warps),
+        "SECOND_PART": starts[parts][0],
+        "THIRD_PART": starts[parts][1],
+    }
+
+
+def _shrink(target: Target, dtype: torch.dtype, num_in: int) -> AotCase:
+    config, data = ShrinkConfig.default_for(num_in, dtype), pointer(dtype)
+    return AotCase(
+        name=f"shrink_adapters-{_short(dtype)}-{num_in}",
+        kernel=_shrink_adapters_kernel,
+        args=(FLOAT32, data, num_in, data, FLOAT32, INT32, INT32, 33),
+        constexprs={
+            "IN": num_in,
+            "PARTS": 3,
+            "MAX_RANK": 16,
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_RANKS": config.tile_ranks,
+            "TILE_IN": config.tile_in,
+            "NUM_STAGES": config.num_stages,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _add(target: Target, dtype: torch.dtype, out: torch.dtype) -> AotCase:
+    config = AddAdaptersConfig.default_for()
+    return AotCase(
+        name=f"add_adapters-{_short(dtype)}-{_short(out)}",
+        kernel=_add_adapters_kernel,
+        args=(pointer(out), 6144, FLOAT32, pointer(dtype), INT32, INT32, 33, 6144),
+        constexprs=_constants(3, config.tile_tokens * config.tile_rows, config.num_warps)
+        | {
+            "TILE_TOKENS": config.tile_tokens,
+            "TILE_ROWS": config.tile_rows,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+    )
+
+
+def _adapted(case: AotCase, parts: int) -> AotCase:
+    """Return the launch of a product with adapters."""
+    dtype = case.args[0].dtype  # type: ignore[attr-defined] - that of the result
+    pointers = {
+        "shrunk_ptr": FLOAT32, "b_ptr": pointer(dtype), "slots_ptr": INT32, "ranks_ptr": INT32,
+    }  # fmt: skip
+    of = case.constexprs
+    rows = of.get("TILE_ROWS", of.get("TILE_OUT", 1)) // (2 if of.get("GATED") else 1)
+    tile = of.get("TILE_TOKENS", 1) * rows
+    constexprs = {**of, **pointers, **_constants(parts, tile, case.num_warps)}
+    return replace(case, name=f"lora-{case.name}", constexprs=constexprs)
