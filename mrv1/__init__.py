@@ -12,7 +12,15 @@ from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
     from mrv1.config import EngineConfig
-    from mrv1.engine import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput
+    from mrv1.engine import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        Logprob,
+        RequestOutput,
+        TextPrompt,
+        TokensPrompt,
+    )
     from mrv1.errors import (
         CapacityError,
         ConfigError,
@@ -31,7 +39,15 @@ else:
         __name__,
         {
             "config": ["EngineConfig"],
-            "engine": ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput"],
+            "engine": [
+                "LLM",
+                "AsyncLLM",
+                "CompletionOutput",
+                "Logprob",
+                "RequestOutput",
+                "TextPrompt",
+                "TokensPrompt",
+            ],
             "errors": [
                 "CapacityError",
                 "ConfigError",
@@ -72,6 +88,8 @@ __all__ = [
     "StepOutput",
     "StepPlan",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UnsupportedDeviceError",
     "__version__",
 ]

@@ -132,7 +132,7 @@ def _scopes(node: ast.AST, scope: str = "") -> Iterator[tuple[str, ast.AST]]:
 # --- the rules -----------------------------------------------------------------------------------
 
 BASE = {"errors", "environment", "device", "forks", "lazy", "progress"}
-OPS = BASE | {"kernels", "config", "options"}
+OPS = BASE | {"kernels", "config", "from_vllm", "options"}
 STEP = OPS | {"sampler", "models", "headwise", "multimodal", "runner"}
 ENGINE = STEP | {"engine"}
 APP = ENGINE | {"calibration", "integrations", "provenance", "__init__"}
@@ -146,6 +146,7 @@ MAY_IMPORT = {
     "options": {"errors"},
     "hub": {"errors"},
     "config": {"errors", "environment", "hub", "options"},
+    "from_vllm": {"errors", "config"},
     "kernels": BASE | {"kernels"},
     "testing": BASE | {"kernels", "testing"},
     "sampler": OPS | {"sampler"},
@@ -335,8 +336,9 @@ def only_device_asks_the_gpu(file: File) -> Iterator[str]:
 
 
 def page_formats_are_asked(file: File) -> Iterator[str]:
-    """Only a format's object and the configuration's list of choices know one by its name."""
-    if file.layer == "benchmarks" or file.name in ("config", "kernels.cache.formats"):
+    """Only a format's object and lists of choices, mrv1's and vLLM's, know one by its name."""
+    lists = ("config", "from_vllm", "kernels.cache.formats")
+    if file.layer == "benchmarks" or file.name in lists:
         return
     prose = {id(node.value) for node in ast.walk(file.tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(file.tree):

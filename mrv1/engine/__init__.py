@@ -4,6 +4,7 @@ from mrv1.engine.async_llm import AsyncLLM
 from mrv1.engine.core import EngineCore
 from mrv1.engine.llm import LLM
 from mrv1.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from mrv1.engine.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -13,4 +14,6 @@ __all__ = [
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
+    "TextPrompt",
+    "TokensPrompt",
 ]

@@ -133,6 +133,7 @@ class Admission:
                 self.prefix_hit_tokens += num_cached
             if not request.num_preemptions:
                 self.waiting.charge(request, num_wanted)
+                request.num_prefix_hits = num_cached
             blocks = self._batch.enter(request, hit, end)
             step.new_blocks[request.slot] = blocks
             self._features.stage(request, num_cached, end)

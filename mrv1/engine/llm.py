@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore
@@ -27,6 +27,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
 from mrv1.errors import RequestError
+from mrv1.from_vllm import refuse_attribute
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video
@@ -107,6 +108,9 @@ class LLM:
         self.shared = SharedEngine(core, self._tokenizer)  # the engine as the threads share it
         self._turns = self.shared.turns
         self._images = ImageEncoder()
+
+    if not TYPE_CHECKING:  # a checker of types shall find misspelt names
+        __getattr__ = refuse_attribute
 
     # --- whole requests -------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
+from mrv1.from_vllm import OPTIONS, translated
 from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import Checkpoint
 from mrv1.options import env_fields
@@ -54,8 +55,10 @@ def resolve_options(
         TypeError: an option is unknown.
     """
     made = env_fields(EngineConfig)
-    given: dict[str, Any] = {
-        name: value for name, value in options.items() if value is not None or name not in made
+    given = {
+        name: value
+        for name, value in translated(options, OPTIONS, "an option of LLM", ConfigError).items()
+        if value is not None or name not in made
     }
     known = [each.name for each in fields(EngineConfig)]
     for name in given:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mrv1.engine.request import FinishReason
 from mrv1.errors import Mrv1Error
+from mrv1.from_vllm import refuse_attribute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,12 @@ class CompletionOutput:
     output; None for end-of-sequence tokens and other reasons."""
     error: Mrv1Error | None = None
     """Why this output failed; the request's other outputs continue."""
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
+
+    def finished(self) -> bool:
+        """Whether this output has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,3 +90,7 @@ class RequestOutput:
     and texts before the failure."""
     metrics: RequestMetrics | None = None
     """None for a request that was refused."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had when the first output was admitted."""
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute

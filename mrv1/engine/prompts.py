@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 from mrv1.engine.core import EngineCore
 from mrv1.engine.intake import own_params, own_prompt
@@ -12,6 +12,7 @@ from mrv1.engine.outputs import CompletionOutput, RequestOutput
 from mrv1.engine.request_group import RequestGroup
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
 from mrv1.errors import RequestError
+from mrv1.from_vllm import PROMPT, translated
 from mrv1.multimodal.reading import reading
 from mrv1.sampler import SamplingParams
 
@@ -21,6 +22,18 @@ Prompt = str | Sequence[int] | Mapping[str, object]
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 MULTIMODAL_KEYS = ("multimodal", "attn_mask_offsets")  # as for EngineCore.add_request
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, under vLLM's name; any dict with this key is one."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, under vLLM's name; any dict with this key is one."""
+
+    prompt_token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ def _with_grammar(
 
 def _token_ids(prompt: object, tokenizer: Tokenizer) -> Sequence[int]:
     if isinstance(prompt, Mapping):
+        prompt = translated(prompt, PROMPT, "a key of a prompt", RequestError)
         keys = [key for key in prompt if key not in MULTIMODAL_KEYS]
         if len(keys) != 1 or keys[0] not in PROMPT_KEYS:
             raise RequestError(

@@ -77,6 +77,7 @@ class Request:
     block_ids: list[list[int]] = field(default_factory=list)  # per group; -1 = freed
     block_digests: list[bytes] = field(default_factory=list)  # leading full blocks, so far
     num_cached_tokens: int = 0  # tokens of the prefix hit when the request was last admitted
+    num_prefix_hits: int = 0  # tokens of the prefix hit when the request was first admitted
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # drafts that steps have verified
     num_accepted_tokens: int = 0  # drafts among them that were accepted

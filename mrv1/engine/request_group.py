@@ -69,6 +69,7 @@ class RequestGroup:
             prompt=self._prompt_text,
             prompt_token_ids=first.prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs(),
+            num_cached_tokens=first.num_prefix_hits,
             outputs=tuple(completion.output() for completion in self._completions),
             finished=self.finished,
             error=first.error if all_failed else None,

@@ -12,6 +12,7 @@ import numpy as np
 
 from mrv1.errors import RequestError
 from mrv1.errors import short as short
+from mrv1.from_vllm import PARAMS, translated
 from mrv1.options import Range, check_fields, documented, instances, integers, is_number, numbers
 from mrv1.sampler.grammar import Grammar, GrammarSource
 
@@ -90,9 +91,22 @@ def _plain(value: object, depth: int = 0) -> object:
     return value
 
 
+class _NamesOfVLLM(type):
+    """Takes those of vLLM's names that change nothing here, too, and refuses unknown ones."""
+
+    def __call__(cls, *args: Any, **params: Any) -> Any:  # noqa: ANN401 - of any field
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        if not params.keys() <= set(known):
+            params = translated(params, PARAMS, "a field of SamplingParams", RequestError)
+            unknown = params.keys() - known
+            if unknown:
+                raise RequestError(_unknown_message(sorted(unknown)))
+        return super().__call__(*args, **params)
+
+
 @documented
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
-class SamplingParams:
+class SamplingParams(metaclass=_NamesOfVLLM):
     """How one request is sampled and when it ends. The names are vLLM's.
 
     A number may be numpy's, and a list any sequence or a numpy array of ids: they are stored as
@@ -204,13 +218,6 @@ class SamplingParams:
     ] = None
     """``StructuredOutputsParams``: a JSON schema, regular expression, list of choices or EBNF that
     the output must follow. ``LLM`` compiles it for its tokenizer when the request is added."""
-
-    def __new__(cls, /, *args: object, **params: object) -> Self:
-        """Refuse unknown names, for which ``__init__`` would raise a ``TypeError``."""
-        unknown = params.keys() - cls.__dataclass_fields__
-        if unknown:
-            raise RequestError(_unknown_message(sorted(unknown)))
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Convert the fields to Python numbers and tuples, and check them."""

@@ -629,8 +629,8 @@ def test_a_closed_engine_refuses_requests(checkpoint):
         ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization: expected \(0, 1\], got 1.5"),
         ({"seed": "x"}, "seed: expected an integer, got 'x'"),
         (
-            {"kv_cache_dtype": "fp8"},
-            r"kv_cache_dtype: expected one of \('auto', 'fp8_e4m3'\), got 'fp8'",
+            {"kv_cache_dtype": "fp8_e5m2"},
+            r"kv_cache_dtype: expected one of \('auto', 'fp8_e4m3'\), got 'fp8_e5m2'",
         ),
         (
             {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "block"},

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName, QuantizationName
+from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName
 from mrv1.errors import ConfigError
+from mrv1.from_vllm import QUANTIZATIONS
 from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.sampling import BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
@@ -30,15 +31,6 @@ EXECUTORS = ("mp",)
 """Executors of several ranks: each worker is a process of this host, and the driver answers."""
 
 LOAD_FORMATS = ("auto", "hf", "safetensors", "dummy")
-
-QUANTIZATIONS: dict[str, QuantizationName] = {
-    "compressed-tensors": "compressed-tensors",
-    "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
-    **dict.fromkeys(("gptq", "gptq_marlin"), "gptq"),
-    **dict.fromkeys(("awq", "awq_marlin"), "awq"),
-}
-"""vLLM's ``quantization``, which it also takes from a checkpoint -> mrv1's."""
 
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 

@@ -1,0 +1,154 @@
+"""vLLM's names: the table, its page, and what becomes of a name that is given."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from dataclasses import fields
+
+import pytest
+
+from mrv1 import (
+    LLM,
+    AsyncLLM,
+    CompletionOutput,
+    ConfigError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from mrv1.engine.llm_options import LLMOptions
+from mrv1.from_vllm import METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
+from tests.from_vllm_page import PAGE, written
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+OWN = {
+    "options": (OPTIONS, {each.name for each in fields(LLMOptions)}),
+    "methods": (METHODS, set(dir(LLM))),
+    "prompt": (PROMPT, {"prompt", "prompt_token_ids"}),
+    "output": (
+        OUTPUT,
+        {each.name for output in (RequestOutput, CompletionOutput) for each in fields(output)},
+    ),
+    "params": (PARAMS, {each.name for each in fields(SamplingParams)}),
+}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("tiny", device="cpu", num_gpu_blocks_override=64, disable_log_stats=True) as llm:
+        yield llm
+
+
+def test_the_page_has_the_rows_of_the_table():
+    page = PAGE.read_text("utf-8")
+    assert written(page) == page
+    assert all(f"`{name}`" in page for rows, _ in OWN.values() for name in rows)
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_same_names_are_here_and_the_others_are_not(kind):
+    rows, own = OWN[kind]
+    assert {name for name, row in rows.items() if row.kind == "same"} - own == set()
+    assert {name for name, row in rows.items() if row.kind != "same"} & own == set()
+    assert {row.to for row in rows.values() if row.to} - own == set()
+    assert all(row.note for row in rows.values() if row.kind in ("no-op", "not here"))
+
+
+def options(**given: object) -> dict[str, object]:
+    return translated(given, OPTIONS, "an option of LLM", ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"enforce_eager": True}, {"cuda_graphs": False}),
+        ({"enforce_eager": False}, {"cuda_graphs": True}),
+        ({"enforce_eager": "no"}, {"cuda_graphs": "no"}),
+        ({"num_gpu_blocks_override": 7}, {"num_kv_blocks": 7}),
+        ({"async_scheduling": None}, {}),
+        ({"async_scheduling": False}, {"overlap": False}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"kv_cache_dtype": ["fp8"]}, {"kv_cache_dtype": ["fp8"]}),
+        ({"quantization": "awq_marlin"}, {"quantization": "awq"}),
+        ({"quantization": None}, {"quantization": None}),
+        ({"block_size": None, "seed": None}, {}),
+        ({"pipeline_parallel_size": 1, "trust_remote_code": False, "hf_overrides": {}}, {}),
+        ({"enable_chunked_prefill": True, "disable_log_stats": False, "swap_space": 4}, {}),
+        ({"overlap": False, "no_name": 3}, {"overlap": False, "no_name": 3}),
+    ],
+)
+def test_an_option_of_vllm_is_taken(given, expected):
+    assert options(**given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code: expected an option of LLM, got vLLM's "
+         "trust_remote_code=True: no code of a checkpoint runs"),
+        ({"pipeline_parallel_size": 2}, "=2: tensor_parallel_size, on one host"),
+        ({"revision": "main"}, 'write model="org/name@revision"'),
+        ({"enable_chunked_prefill": False}, "always computed in chunks"),
+        ({"enforce_eager": True, "cuda_graphs": False},
+         "enforce_eager: expected one of it and cuda_graphs, got both"),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_not_here_says_what_to_do(given, message):
+    with pytest.raises(ConfigError) as refused:
+        LLM("tiny", device="cpu", **given)
+    assert message in str(refused.value)
+
+
+def test_an_option_without_effect_is_logged(caplog):
+    with caplog.at_level(logging.INFO, "mrv1"):
+        options(disable_log_stats=True, trust_remote_code=False)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "disable_log_stats"
+    ]
+
+
+@pytest.mark.parametrize("name", ["embed", "beam_search", "collective_rpc", "get_metrics"])
+def test_a_missing_method_says_what_to_do(llm, name):
+    with pytest.raises(AttributeError) as refused:
+        getattr(llm, name)
+    assert str(refused.value).startswith(f"LLM.{name}: expected a name of mrv1, got vLLM's: ")
+    assert str(refused.value).endswith(METHODS[name].note)
+    assert not hasattr(AsyncLLM, name)
+
+
+def test_a_name_that_nobody_has_is_refused_as_usual(llm):
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'embedd'"):
+        _ = llm.embedd
+
+
+def test_cached_tokens_are_those_of_the_first_admission(llm):
+    llm.reset_prefix_cache()
+    ids = list(range(5, 45))
+    first, again = (llm.generate(TokensPrompt(prompt_token_ids=ids), GREEDY)[0] for _ in range(2))
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+    assert again.outputs[0].finished()
+    with pytest.raises(AttributeError, match=r"RequestOutput\.encoder_prompt: .* decoders alone"):
+        _ = again.encoder_prompt
+    assert pickle.loads(pickle.dumps(again)) == again
+    assert llm.generate(TextPrompt(prompt="ROMEO:"), GREEDY)[0].prompt == "ROMEO:"
+
+
+def test_a_key_of_a_prompt_that_is_not_here_says_what_to_do(llm):
+    prompt = {"prompt": "ROMEO:", "multi_modal_data": None}
+    assert llm.generate(prompt, GREEDY)[0].finished
+    with pytest.raises(RequestError, match=r"multi_modal_data: .* messages of `LLM.chat`"):
+        llm.generate({**prompt, "multi_modal_data": {"image": 1}}, GREEDY)
+
+
+def test_a_field_of_vllms_params_is_taken_or_says_what_to_do():
+    same = SamplingParams(n=2, best_of=None, guided_decoding=None, skip_clone=True)
+    assert same == SamplingParams(n=2)
+    with pytest.raises(RequestError) as refused:
+        SamplingParams(best_of=3)
+    assert str(refused.value) == (
+        "best_of: expected a field of SamplingParams, got vLLM's best_of=3: "
+        + PARAMS["best_of"].note
+    )
