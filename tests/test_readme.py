@@ -44,6 +44,8 @@ FAMILY_NAMES = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-MoE",
+    "Ernie4_5_VLMoeForConditionalGeneration": "ERNIE-4.5-VL",
+    "Ernie4_5_VL_MoeForConditionalGeneration": "ERNIE-4.5-VL",
 }
 
 

@@ -11,10 +11,12 @@ from mrv1.models.experts import (
     ExpertFamily,
     after_dense,
     by_interval,
+    by_layer_type,
     by_sparse_step,
     every_layer,
 )
 from mrv1.models.fused import GATE_UP, QKV
+from mrv1.models.rope import MRopeOrder
 from mrv1.models.vision import VideoTime
 
 NormOrder = Literal["before", "after", "both"]
@@ -66,10 +68,12 @@ class Architecture:
     multiplied by the root of the hidden size."""
     windows: Literal["none", "all_layers", "layer_types"] = "none"
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
-    mrope: Literal["none", "sections", "interleaved"] = "none"
+    mrope: MRopeOrder = "none"
     """How M-RoPE's axes share the pairs; "none" = a token has one position."""
     video_time: VideoTime | None = None
     """Time in a video's positions; None = a model of text alone."""
+    has_encoder: bool = True
+    """Whether ``VisionEncoder`` has a vision family's encoder; else features come from outside."""
     intermediate_size: str = "intermediate_size"
     """The setting with the width of the MLP."""
     experts_setting: str | None = None
@@ -347,7 +351,35 @@ ARCHITECTURES: dict[str, Architecture] = {
             may_be_turned=True,
         ),
     ),
+    "Ernie4_5_VLMoeForConditionalGeneration": Architecture(
+        model_type="ernie4_5_vl_moe",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        rope_interleaved=True,
+        mrope="alternating",
+        video_time="frames",
+        has_encoder=False,
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "moe_num_experts",
+                "top_k": "moe_k",
+                "num_shared": "moe_num_shared_experts",
+                "renormalizes": True,
+                "least_sum": "moe_norm_min",
+            },
+            intermediate_size="moe_intermediate_size",
+            has_experts=by_layer_type,
+            bias="text_moe.gate.moe_statics.e_score_correction_bias",
+            bias_dims=2,
+            visual=("gate.weight_1", "vision_moe.gate.moe_statics.e_score_correction_bias"),
+        ),
+        drafter="model.mtp_",
+    ),
 }
+ARCHITECTURES["Ernie4_5_VL_MoeForConditionalGeneration"] = ARCHITECTURES[
+    "Ernie4_5_VLMoeForConditionalGeneration"  # the name before transformers 5.24
+]
 """Supported checkpoints by the name in their ``architectures``."""
 
 MISSING: dict[str, tuple[str, ...]] = {

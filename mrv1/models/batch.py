@@ -48,6 +48,9 @@ class AttentionBatch:
     adapter_slots: torch.Tensor | None = None
     """[num_tokens] int32, the slot of each token's adapter in the model's ``lora``, -1 = none;
     None = no token of this step has one."""
+    is_visual: torch.Tensor | None = None
+    """[num_tokens] bool: the tokens that have experts for images and videos, if the model has any;
+    None = no token has."""
     attn_mask_offsets: torch.Tensor | None = None
     """[num_tokens, 2] int32, the range ``[lo, hi)`` of keys that each token sees, in rows that the
     prefill kernel takes; None = each token sees all keys up to its own."""

@@ -190,7 +190,7 @@ class Checkpoint:
             with self._open(file) as opened:
                 for name in names:
                     tensor = tensors[name]
-                    if tensor.index:
+                    if tensor.index or tensor.is_turned:
                         piece = _piece(opened.get_slice(tensor.name), tensor)
                         yield name, piece[parts[name]] if parts and name in parts else piece
                     elif parts and name in parts:
@@ -322,8 +322,8 @@ def safetensors_of(file: Path) -> dict[str, torch.Tensor]:
 def _piece(stored: Any, tensor: StoredTensor) -> torch.Tensor:  # noqa: ANN401 - safetensors'
     """Return the part of a file's tensor that ``tensor`` is."""
     if tensor.is_turned:
-        first, *rows = tensor.index
-        turned: torch.Tensor = stored[(first, slice(None), *rows)]
+        expert, rows = tensor.index[:1], tensor.index[1:]
+        turned: torch.Tensor = stored[(*expert, slice(None), *rows)]
         return turned.T
     piece: torch.Tensor = stored[tensor.index]
     return piece

@@ -14,7 +14,7 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
 from mrv1.models.checkpoint import Checkpoint
-from mrv1.models.experts import ExpertNames, ExpertsConfig
+from mrv1.models.experts import ExpertNames, ExpertsConfig, ModalExpertNames
 from mrv1.models.files import raise_problems
 from mrv1.models.fused import GATE_UP, QKV, FusedNames, OtherNames
 from mrv1.models.hf_config import model_fields, token_ids
@@ -173,7 +173,8 @@ class ModelConfig:
         """Names of fused tensors, and of experts in memory; None = a checkpoint has neither."""
         family = ARCHITECTURES[self.architecture]
         if self.experts is not None and family.experts is not None:
-            return ExpertNames(self.experts, family.experts)
+            names = ExpertNames if family.experts.visual is None else ModalExpertNames
+            return names(self.experts, family.experts)
         if not family.fused and not family.renamed:
             return None
         sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)

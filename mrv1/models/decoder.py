@@ -16,14 +16,12 @@ from mrv1.kernels.registry import Ops
 from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
+from mrv1.models.expert_layer import VisualTokens, combine, route_tokens
 from mrv1.models.lora import NO_LAYER, LoraWeights, TokenAdapters, add_embedding
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.products import Products
-from mrv1.models.rope import cos_sin_table
+from mrv1.models.rope import axes_of_columns, cos_sin_table
 from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
-
-LEAF_BYTES = 2**29
-"""Most bytes of deterministic products with experts that are kept at the same time."""
 
 
 class DecoderModel:
@@ -69,6 +67,10 @@ class DecoderModel:
             self._embed_scale = float(torch.tensor(config.embed_scale).to(self.dtype))
         self._unplanned = self.kernel_backend()
         self._cos_sin = cos_sin_table(config.rope, config.max_model_len, self.device)
+        self._axes = self._columns = None
+        if config.rope.mrope_alternating:
+            self._axes = axes_of_columns(config.rope).to(self.device)
+            self._columns = torch.arange(len(self._axes), device=self.device)
         rope, self._window_cos_sin = config.window_rope, None
         if rope is not None:
             self._window_cos_sin = cos_sin_table(rope, config.max_model_len, self.device)
@@ -148,6 +150,7 @@ class DecoderModel:
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
         hidden, x, cos_sin = self._embed(batch)
         ropes, lora = self._ropes(batch, cos_sin), TokenAdapters(self.lora, batch.adapter_slots)
+        visual = VisualTokens.of(batch)
         for index, (layer, next_norm, cache) in enumerate(
             zip(layers, next_norms, caches, strict=True)
         ):
@@ -164,7 +167,7 @@ class DecoderModel:
             deep = batch.features if index < self._num_deepstack_layers else None
             if experts is not None:
                 _add_deep(self._ops, hidden, deep, index)
-                x = self._add_experts(hidden, x, experts, batch.slot_mapping, next_norm)
+                x = self._add_experts(hidden, x, experts, batch, visual, next_norm)
                 continue
             gate_up, down = layer.mlp
             activated = self._linear(
@@ -226,7 +229,9 @@ class DecoderModel:
         embed, parallel = self.weights.embed, self._parallel
         first = parallel.rank * embed.shape[0]
         first_id = first if parallel.size > 1 else None
-        ids = batch.input_ids
+        ids, positions, section = batch.input_ids, batch.positions, self.config.rope.mrope_section
+        if self._axes is not None:  # the kernel gives rows of time, which are replaced
+            positions, section = positions[0], None
         if isinstance(embed, QuantizedWeight):
             ids, rows = _looked_up(ids, embed, first_id)
             embed = self._ops.dequantize(rows)
@@ -234,9 +239,9 @@ class DecoderModel:
         hidden, cos_sin = self._ops.embed_tokens(
             ids,
             embed,
-            batch.positions,
+            positions,
             self._cos_sin,
-            mrope_section=self.config.rope.mrope_section,
+            mrope_section=section,
             mrope_interleaved=self.config.rope.mrope_interleaved,
             features=batch.features,
             first_id=first_id,
@@ -246,6 +251,9 @@ class DecoderModel:
         adapters = TokenAdapters(self.lora, batch.adapter_slots).of(NO_LAYER, "embed")
         if adapters is not None:
             add_embedding(hidden, batch, adapters, self._ops, first, self._embed_scale)
+        if self._axes is not None:
+            each = batch.positions.T.index_select(1, self._axes)
+            cos_sin = self._cos_sin[each, self._columns]
         norm = self.weights.layers[0].input_norm
         if parallel.peers is not None:
             return hidden, self._sum_and_norm(hidden, norm, out=hidden), cos_sin
@@ -414,33 +422,30 @@ class DecoderModel:
         hidden: torch.Tensor,
         x: torch.Tensor,
         experts: ExpertWeights,
-        slot_mapping: torch.Tensor,
+        batch: AttentionBatch,
+        visual: VisualTokens | None,
         next_norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add the experts of ``x``, which is normed, to ``hidden``; return as ``_add``."""
         ops, config, deterministic = self._ops, self.config.experts, self.deterministic
         if config is None:
             raise ValueError("experts: expected a model without them, got some")
-        ids, weights = ops.route_experts(
-            x, experts.router, config.routing, experts.router_bias, slot_mapping=slot_mapping,
-            deterministic=deterministic,
-        )  # fmt: skip
-        activated = ops.expert_linear(
-            x, experts.gate_up.movedim(1, 0), ids, activation="silu_and_mul",
+        routed = route_tokens(
+            ops, x, experts, config.routing, batch.slot_mapping, visual,
             deterministic=deterministic,
         )  # fmt: skip
         next_norm = next_norm if self._norms_ahead(hidden) else None
         parallel, eps = self._parallel, self._sum_eps
         if not parallel.sums_partials:
             normed = None if next_norm is None else torch.empty_like(hidden)
-            self._combine(
-                activated, experts, ids, weights, residual=hidden, out=hidden,
-                norm_weight=next_norm, eps=eps, normed_out=normed,
+            combine(
+                ops, routed, self._leaves, deterministic=deterministic, residual=hidden,
+                out=hidden, norm_weight=next_norm, eps=eps, normed_out=normed,
             )  # fmt: skip
             return hidden if normed is None else normed
         dtype = torch.promote_types(hidden.dtype, torch.float32) if deterministic else hidden.dtype
         partial = torch.empty_like(hidden, dtype=dtype)
-        self._combine(activated, experts, ids, weights, out=partial)
+        combine(ops, routed, self._leaves, deterministic=deterministic, out=partial)
         if parallel.peers is not None:
             return self._sum_and_norm(partial, next_norm, out=hidden, residual=hidden)
         if deterministic:
@@ -450,41 +455,6 @@ class DecoderModel:
             return ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
         return hidden
-
-    def _combine(
-        self,
-        activated: torch.Tensor,
-        experts: ExpertWeights,
-        ids: torch.Tensor,
-        weights: torch.Tensor,
-        **into: Any,  # noqa: ANN401 - arguments of combine_experts
-    ) -> None:
-        """Multiply by ``experts.down``, and add up each token's products, as combine_experts.
-
-        Deterministic products are of leaves, hence several for each pair, in float32: those of
-        4,096 tokens would take gigabytes. So some tokens follow others, which changes no bits.
-        """
-        num_tokens, num_chosen = ids.shape
-        at_once = max(num_tokens, 1)
-        if self._leaves is not None:
-            of_token = self._leaves * num_chosen * self.config.hidden_size * 4
-            at_once = max(LEAF_BYTES // of_token // 16, 1) * 16  # slices are aligned alike
-        for first in range(0, num_tokens, at_once):
-            tokens = slice(first, first + at_once)
-            products = self._ops.expert_linear(
-                activated[first * num_chosen : (first + at_once) * num_chosen],
-                experts.down.movedim(1, 0),
-                ids[tokens],
-                deterministic=self.deterministic,
-                leaves=self._leaves,
-                num_shared=experts.num_shared,
-            )
-            rows = {
-                name: value[tokens]
-                for name, value in into.items()
-                if name in ("residual", "out", "normed_out") and value is not None
-            }
-            self._ops.combine_experts(products, weights[tokens], **(into | rows))
 
     def _write_kv(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mrv1.errors import ConfigError
@@ -19,8 +19,22 @@ class ExpertsConfig:
     routing: Routing
     intermediate_size: int
     """Width of each expert, shared ones included."""
+    visual_size: int | None = None
+    """Width of each expert that only tokens of images and videos have; None = they have those of
+    text."""
     layers: tuple[bool, ...]
     """Per layer: whether it has experts."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of experts of all kinds."""
+        sizes = (self.intermediate_size, self.visual_size)
+        return tuple(size for size in sizes if size is not None)
+
+    def of_ranks(self, size: int) -> ExpertsConfig:
+        """Return a rank's part of each expert, of as many ranks."""
+        visual = self.visual_size and self.visual_size // size
+        return replace(self, intermediate_size=self.intermediate_size // size, visual_size=visual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +55,19 @@ class ExpertFamily:
     """The name of the bias that chooses, in the block; None = the family has none."""
     bias_dims: int = 1
     """Dimensions of that bias, of which all but the last are 1."""
+    visual: tuple[str, str] | None = None
+    """Of experts for tokens of images and videos, which follow those of text: the names of their
+    router and its bias, in the block. The setting of widths has two, text's first. None = there
+    are none."""
     may_be_turned: bool = False
     """Whether checkpoints have an expert's inputs before its outputs where experts are fused."""
 
 
 _LAYER = re.compile(r"model\.layers\.\d+")
 _FUSED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
+_MODAL = re.compile(
+    r"(model\.layers\.\d+)\.mlp\.(text|vision)_moe\.experts\.(gate_up_proj|down_proj)"
+)
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_gate": (None, "topk", "top2_fused"),
@@ -80,14 +101,19 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
         if name not in names.values() and getattr(text, name, None) not in neutral
     ]
     given = {field: getattr(text, name) for field, name in names.items()}
-    width = getattr(text, family.intermediate_size)
+    widths = getattr(text, family.intermediate_size)
+    if family.visual is None:
+        widths = [widths]
+    elif not isinstance(widths, list) or len(widths) != 2:
+        raise ConfigError(f"{family.intermediate_size}: expected two widths, got {widths!r}")
     for name, value in [*((names[f], v) for f, v in given.items()),
-                        (family.intermediate_size, width)]:  # fmt: skip
+                        *((family.intermediate_size, width) for width in widths)]:  # fmt: skip
         if not isinstance(value, int | float):
             problems.append(f"{name}: expected a number, got {value!r}")
     raise_problems("experts", problems)
-    if not isinstance(width, int) or width < 1:
-        raise ConfigError(f"{family.intermediate_size}: expected >= 1, got {width!r}")
+    for width in widths:
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(f"{family.intermediate_size}: expected >= 1, got {width!r}")
     try:
         layers = tuple(family.has_experts(text, i) for i in range(text.num_hidden_layers))
     except (TypeError, ZeroDivisionError) as error:
@@ -100,7 +126,8 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
         raise ConfigError(f"{_setting(str(error), names)}") from error
     return ExpertsConfig(
         routing=routing,
-        intermediate_size=width,
+        intermediate_size=widths[0],
+        visual_size=None if family.visual is None else widths[1],
         layers=layers,
     )
 
@@ -130,30 +157,86 @@ class ExpertNames:
         found = _FUSED.fullmatch(name)
         if found is None:
             return None
-        layer, kind = found.groups()
+        return self._pieces(*found.groups(), self._experts.intermediate_size)
+
+    def _pieces(
+        self, layer: str, kind: str, width: int, first: int = 0
+    ) -> dict[str, tuple[int | slice, ...]]:
+        """Return the pieces of experts from the ``first`` on, of this width."""
         block = f"{layer}.{self._family.block}.experts"
         gate, up, down = self._family.parts
-        width = self._experts.intermediate_size
         pieces: dict[str, tuple[int | slice, ...]] = {}
-        for expert in range(self._experts.routing.num_experts):
+        for index in range(self._experts.routing.num_experts):
+            name = f"{block}.{first + index}"
             if kind == "down_proj":
-                pieces[f"{block}.{expert}.{down}.weight"] = (expert,)
+                pieces[f"{name}.{down}.weight"] = (index,)
             else:
-                pieces[f"{block}.{expert}.{gate}.weight"] = (expert, slice(0, width))
-                pieces[f"{block}.{expert}.{up}.weight"] = (expert, slice(width, 2 * width))
+                pieces[f"{name}.{gate}.weight"] = (index, slice(0, width))
+                pieces[f"{name}.{up}.weight"] = (index, slice(width, 2 * width))
         return pieces
 
     def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
         """Return the shape of a fused tensor."""
-        num_experts, width = self._experts.routing.num_experts, self._experts.intermediate_size
+        return self._fused_shape(name, hidden_size, self._experts.intermediate_size)
+
+    def _fused_shape(self, name: str, hidden_size: int, width: int) -> tuple[int, ...]:
+        num_experts = self._experts.routing.num_experts
         if name.endswith("down_proj"):
             return num_experts, hidden_size, width
         return num_experts, 2 * width, hidden_size
 
-    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Return whether the last dimensions of a fused tensor are in the other order."""
-        turned = (*expected[:-2], *reversed(expected[-2:]))
-        return self._family.may_be_turned and shape != expected and shape == turned
+    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
+        """Return whether the last two dimensions of a tensor are in the other order."""
+        if not self._family.may_be_turned or not _FUSED.fullmatch(name):
+            return False
+        expected = self.fused_shape(name, hidden_size)
+        return shape != expected and shape == (expected[0], expected[2], expected[1])
+
+
+class ModalExpertNames(ExpertNames):
+    """Names where tokens of images and videos have experts of their own, as in ERNIE-4.5-VL.
+
+    A checkpoint has routers with a column for each expert, and one tensor with the biases of both;
+    it counts the experts for images on from those for text.
+    """
+
+    def stored(self, name: str) -> str:
+        """Return the name in a checkpoint of a tensor that is not fused."""
+        for own, usual in (("text_moe.gate.weight", "gate.weight"),
+                           ("vision_moe.gate.weight", "gate.weight_1")):  # fmt: skip
+            if name.endswith(f".mlp.{own}"):
+                return name.removesuffix(own) + usual
+        return name
+
+    def pieces(self, name: str) -> dict[str, tuple[int | slice, ...]] | None:
+        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
+        bias = self._family.bias or ""
+        both = "mlp.moe_statics.e_score_correction_bias"
+        if name.endswith(f".{both}"):
+            layer, visual = name.removesuffix(both), (self._family.visual or ("", ""))[1]
+            return {f"{layer}mlp.{bias}": (slice(0, 1),), f"{layer}mlp.{visual}": (slice(1, 2),)}
+        found = _MODAL.fullmatch(name)
+        if found is None:
+            return None
+        layer, modality, kind = found.groups()
+        first = 0 if modality == "text" else self._experts.routing.num_experts
+        return self._pieces(layer, kind, self._width(modality), first)
+
+    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
+        """Return the shape of a fused tensor."""
+        found = _MODAL.fullmatch(name)
+        if found is None:  # the biases
+            return 2, self._experts.routing.num_experts
+        return self._fused_shape(name, hidden_size, self._width(found[2]))
+
+    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
+        """Return whether the last two dimensions of a tensor are in the other order."""
+        is_router = name.endswith((".mlp.gate.weight", ".mlp.gate.weight_1"))
+        return is_router and shape == (hidden_size, self._experts.routing.num_experts)
+
+    def _width(self, modality: str) -> int:
+        widths = self._experts.intermediate_size, self._experts.visual_size or 0
+        return widths[modality != "text"]
 
 
 def _setting(message: str, names: Mapping[str, str]) -> str:
@@ -173,6 +256,11 @@ def by_interval(text: Any, layer: int) -> bool:  # noqa: ANN401
         (layer + 1) % text.moe_layer_interval == 0
         and text.moe_layer_start_index <= layer <= text.moe_layer_end_index
     )
+
+
+def by_layer_type(text: Any, layer: int) -> bool:  # noqa: ANN401
+    """Whether a layer has experts in ERNIE-4.5-VL: a list says so."""
+    return bool(text.mlp_layer_types[layer] == "sparse")
 
 
 def by_sparse_step(text: Any, layer: int) -> bool:  # noqa: ANN401

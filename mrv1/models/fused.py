@@ -27,8 +27,8 @@ class OtherNames(Protocol):
         """Return the shape of a fused tensor."""
         ...
 
-    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Return whether the last dimensions of a fused tensor are in the other order."""
+    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
+        """Return whether the last two dimensions of a tensor are in the other order."""
         ...
 
 
@@ -73,6 +73,6 @@ class FusedNames:
         num_rows = sum(self._fused[found[2]].values())
         return (num_rows,) if found[3] == "bias" else (num_rows, hidden_size)
 
-    def is_turned(self, shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-        """Return whether the last dimensions are in the other order: they never are."""
+    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
+        """Return whether the last two dimensions are in the other order: they never are."""
         return False

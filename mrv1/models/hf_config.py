@@ -14,7 +14,7 @@ from mrv1.models.experts import experts_config
 from mrv1.models.files import not_positive, raise_problems
 from mrv1.models.quantization import read_quantization
 from mrv1.models.rope import RopeConfig
-from mrv1.models.vision import vision_config
+from mrv1.models.vision import VideoTime, VisionConfig, vision_config
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Dtypes a model can be loaded in (float64: reference path only)."""
@@ -96,7 +96,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         ("rope_layers", lambda: _rope_layers(text, family)),
         ("layer_windows", lambda: _layer_windows(text, family)),
         ("multipliers", lambda: _multipliers(text, family)),
-        ("vision", lambda: family.video_time and vision_config(hf, family.video_time)),
+        ("vision", lambda: family.video_time and _vision(hf, family.video_time, family)),
         ("torch_dtype", lambda: _dtype(hf.dtype or text.dtype)),
         ("experts", lambda: family.experts and experts_config(text, family.experts)),
     ):
@@ -238,6 +238,11 @@ def _soft_caps(hf: Any, family: Architecture) -> dict[str, Any]:  # noqa: ANN401
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
         **{field: caps[name] for name, field in _CAPS.items()},
     }
+
+
+def _vision(hf: Any, video_time: VideoTime, family: Architecture) -> VisionConfig:  # noqa: ANN401
+    has_experts = family.experts is not None and family.experts.visual is not None
+    return vision_config(hf, video_time, has_encoder=family.has_encoder, has_experts=has_experts)
 
 
 def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: ANN401

@@ -219,12 +219,11 @@ def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
         named |= each.keys()
         if stored is None:
             continue
-        shape, is_turned = stored.shape, False
+        is_turned, shape = names.is_turned(stored_name, stored.shape, hidden_size), stored.shape
+        if is_turned:
+            shape = (*shape[:-2], shape[-1], shape[-2])
         if pieces is not None:
             expected = names.fused_shape(stored_name, hidden_size)
-            is_turned = names.is_turned(shape, expected)
-            if is_turned:
-                shape = expected
             if shape != expected:
                 scan.problems.append(
                     f"{stored_name}: expected shape {list(expected)}, got {list(shape)}"

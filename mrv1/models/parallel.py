@@ -107,11 +107,9 @@ class ParallelContext:
                     f"expected a divisor of {getattr(config, name)} {what}, got {size}"
                 )
         experts = config.experts
-        if experts is not None and experts.intermediate_size % size:
-            problems.append(
-                f"expected a divisor of {experts.intermediate_size} rows of each expert, "
-                f"got {size}"
-            )
+        for width in () if experts is None else experts.widths:
+            if width % size:
+                problems.append(f"expected a divisor of {width} rows of each expert, got {size}")
         if config.vocab_size < size**2:
             problems.append(f"expected at least {size**2} tokens in the vocabulary for {size}, "
                             f"got {config.vocab_size}")  # fmt: skip
@@ -121,23 +119,22 @@ class ParallelContext:
             num_q_heads=config.num_q_heads // size,
             num_kv_heads=max(heads // size, 1),
             intermediate_size=config.intermediate_size // size,
-            experts=experts
-            and replace(experts, intermediate_size=experts.intermediate_size // size),
+            experts=experts and experts.of_ranks(size),
         )
 
     def _deterministic_problems(self, config: ModelConfig) -> list[str]:
         """Return why several ranks cannot have the bits of one."""
         if MOST_LEAVES % self.size:
             return [f"expected 1, 2, 4 or {MOST_LEAVES} with deterministic=True, got {self.size}"]
-        inputs = {
-            "head_dim * num_attention_heads": config.head_dim * config.num_q_heads,
-            "intermediate_size": config.intermediate_size,
-        }
+        inputs = [
+            ("head_dim * num_attention_heads", config.head_dim * config.num_q_heads),
+            ("intermediate_size", config.intermediate_size),
+        ]
         if config.experts is not None:
-            inputs["the width of an expert"] = config.experts.intermediate_size
+            inputs += [("the width of an expert", width) for width in config.experts.widths]
         problems = [
             f"expected a multiple of {MOST_LEAVES} as {name} with deterministic=True, got {count}"
-            for name, count in inputs.items()
+            for name, count in inputs
             if count % MOST_LEAVES
         ]
         if config.qk_norm == "vector":

@@ -36,6 +36,8 @@ from mrv1.errors import ConfigError
 from mrv1.models.files import not_positive
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+MRopeOrder = Literal["none", "sections", "interleaved", "alternating"]
+"""How M-RoPE's axes share the pairs of a head; "none" = a token has one position."""
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -93,6 +95,8 @@ class RopeConfig:
     """M-RoPE: pairs that turn by time, height and width; None = a token has one position."""
     mrope_interleaved: bool = False
     """M-RoPE: the axes take the pairs in turn, not in three consecutive sections."""
+    mrope_alternating: bool = False
+    """M-RoPE: height and width take the first pairs in turn, and time takes the others (ERNIE)."""
 
     def factors_of(self, max_positions: int) -> tuple[float, ...]:
         """longrope: return what divides the frequencies for a longest context."""
@@ -106,7 +110,7 @@ class RopeConfig:
         *,
         rotary_dim: int,
         max_position_embeddings: int,
-        mrope: Literal["none", "sections", "interleaved"] = "none",
+        mrope: MRopeOrder = "none",
         may_be_partial: bool = False,
     ) -> RopeConfig:
         """Return the configuration that transformers' ``config.rope_parameters`` describe.
@@ -149,8 +153,15 @@ class RopeConfig:
             settings |= optional
             problems += more
         if mrope != "none":
-            settings["mrope_section"] = section = _mrope_section(parameters)
+            section = _mrope_section(parameters)
+            if mrope == "alternating":
+                if parameters.get("mrope_section") is None:
+                    section = 22, 22, 20  # as transformers
+                section, more = _alternating(section, rope_type)
+                problems += more
+            settings["mrope_section"] = section
             settings["mrope_interleaved"] = mrope == "interleaved"
+            settings["mrope_alternating"] = mrope == "alternating"
             if section is None or min(section) < 0 or sum(section) != rotary_dim // 2:
                 problems.append(
                     "rope_parameters.mrope_section: expected three integers >= 0 with sum "
@@ -170,6 +181,24 @@ def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None
         case [int(time), int(height), int(width)]:
             return time, height, width
     return None
+
+
+def _alternating(
+    section: tuple[int, int, int] | None, rope_type: str
+) -> tuple[tuple[int, int, int] | None, list[str]]:
+    """Return ERNIE's section, which is of height, width and time, and the problems in it."""
+    problems = []
+    if rope_type != "default":
+        problems.append(f"rope_type: expected 'default' with this M-RoPE, got {rope_type!r}")
+    if section is None:
+        return None, problems
+    height, width, time = section
+    if height != width:
+        problems.append(
+            "rope_parameters.mrope_section: expected as many pairs of height as of width, "
+            f"got {height} and {width}"
+        )
+    return (time, height, width), problems
 
 
 def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -292,6 +321,15 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.mscale is not None and rope.mscale_all_dim is not None:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
     return magnitude(1.0)
+
+
+def axes_of_columns(rope: RopeConfig) -> torch.Tensor:
+    """Return [rotary_dim] int64: the axis of each column, if height and width alternate.
+
+    0 is time, 1 height, 2 width. Columns are those of ``cos_sin_table``.
+    """
+    time, height, width = rope.mrope_section or (0, 0, 0)
+    return torch.tensor(([1, 2] * height + [0] * time)[: time + height + width] * 2)
 
 
 def cos_sin_table(

@@ -107,15 +107,15 @@ def _split_fused(
 ) -> dict[str, torch.Tensor]:
     """Return tensors under their usual names: views of fused ones."""
     tensors: dict[str, torch.Tensor] = {}
-    for stored_name, tensor in given.items():
-        pieces = names.pieces(stored_name)
+    for stored_name, given_tensor in given.items():
+        pieces, tensor = names.pieces(stored_name), given_tensor
+        is_tensor = isinstance(tensor, torch.Tensor)
+        if is_tensor and names.is_turned(stored_name, tuple(tensor.shape), hidden_size):
+            tensor = tensor.mT
         if pieces is None:
             each = {names.stored(stored_name): tensor}
         else:
             expected = names.fused_shape(stored_name, hidden_size)
-            is_tensor = isinstance(tensor, torch.Tensor)
-            if is_tensor and names.is_turned(tuple(tensor.shape), expected):
-                tensor = tensor.mT
             if not is_tensor or tensor.shape != expected:
                 got = list(tensor.shape) if is_tensor else type(tensor).__name__
                 raise ConfigError(

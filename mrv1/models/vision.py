@@ -14,6 +14,13 @@ TEXT_PREFIX = "model.language_model."
 """Beginning of the names of the text model's tensors in newer checkpoints; older ones lack it."""
 VISION_PREFIXES = ("model.visual.", "visual.")
 """Beginnings of the names of the vision encoder's tensors."""
+_OUTSIDE = (
+    *VISION_PREFIXES,
+    "model.vision_model.",
+    "model.vision_tower.",
+    "model.resampler_model.",
+)
+"""Beginnings of the names of tensors that are not of the text model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +40,25 @@ class VisionConfig:
     num_deepstack_layers: int = 0
     """First layers after which further features are added to the hidden states (DeepStack, arXiv
     2406.04334): a feature has this many times ``hidden_size`` more columns."""
+    temporal_merge_size: int = 1
+    """Frames of a video that one feature stands for, but for those that are patches already."""
+    expert_token_ids: tuple[int, ...] = ()
+    """Tokens of a prompt that have experts for images and videos; () = the model has none."""
+    has_encoder: bool = True
+    """Whether ``VisionEncoder`` has the encoder."""
 
 
-def vision_config(hf: Any, video_time: VideoTime) -> VisionConfig:  # noqa: ANN401
-    """Return a configuration's settings; ConfigError: features for more layers than there are."""
+def vision_config(
+    hf: Any,  # noqa: ANN401
+    video_time: VideoTime,
+    *,
+    has_encoder: bool,
+    has_experts: bool,
+) -> VisionConfig:
+    """Return a configuration's settings; ConfigError: features for more layers than there are.
+
+    ``has_experts``: whether tokens of images and videos have experts of their own.
+    """
     vision = hf.vision_config
     num_deepstack = len(getattr(vision, "deepstack_visual_indexes", ()))
     if num_deepstack > hf.text_config.num_hidden_layers:
@@ -51,11 +73,20 @@ def vision_config(hf: Any, video_time: VideoTime) -> VisionConfig:  # noqa: ANN4
         video_time=video_time,
         tokens_per_second=float(getattr(vision, "tokens_per_second", 1.0)),
         num_deepstack_layers=num_deepstack,
+        temporal_merge_size=getattr(vision, "temporal_merge_size", 1),
+        expert_token_ids=tuple(getattr(hf, name) for name in _EXPERT_TOKENS if has_experts),
+        has_encoder=has_encoder,
     )
+
+
+_EXPERT_TOKENS = (
+    "image_token_id", "image_start_token_id", "image_end_token_id",
+    "video_token_id", "video_start_token_id", "video_end_token_id",
+)  # fmt: skip
 
 
 def text_name(name: str) -> str | None:
     """Return a stored tensor's name in the text model alone; None for the vision encoder's."""
-    if name.startswith(VISION_PREFIXES):
+    if name.startswith(_OUTSIDE):
         return None
     return f"model.{name.removeprefix(TEXT_PREFIX)}" if name.startswith(TEXT_PREFIX) else name

@@ -97,6 +97,8 @@ class ExpertWeights:
     """[2, experts, intermediate, hidden]: all gates, then all ups."""
     down: torch.Tensor
     """[hidden, experts, intermediate]."""
+    visual: ExpertWeights | None = None
+    """Experts of tokens of images and videos, as many as are routed; None = they have the same."""
 
     @property
     def num_shared(self) -> int:
@@ -238,12 +240,19 @@ def _empty_experts(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    return ExpertWeights(
-        router=empty(routing.num_experts, config.hidden_size, dtype=router),
-        router_bias=bias,
-        gate_up=empty(2, num_experts, width, config.hidden_size),
-        down=empty(config.hidden_size, num_experts, width),
-    )
+    def new(num_experts: int, width: int, visual: ExpertWeights | None = None) -> ExpertWeights:
+        return ExpertWeights(
+            router=empty(routing.num_experts, config.hidden_size, dtype=router),
+            router_bias=None if bias is None else torch.empty_like(bias),
+            gate_up=empty(2, num_experts, width, config.hidden_size),
+            down=empty(config.hidden_size, num_experts, width),
+            visual=visual,
+        )
+
+    visual = None
+    if experts.visual_size is not None:
+        visual = new(routing.num_experts, experts.visual_size)
+    return new(num_experts, width, visual)
 
 
 def _expert_tensors(
@@ -254,15 +263,20 @@ def _expert_tensors(
     if family is None:
         raise ValueError(f"config: expected a model with experts, got {config.architecture}")
     block, num_routed = f"{prefix}.{family.block}", len(experts.router)
-    tensors = {f"{block}.gate.weight": experts.router}
-    if experts.router_bias is not None:
-        tensors[f"{block}.{family.bias}"] = experts.router_bias
     gate, up, down = family.parts
-    for expert in range(num_routed):
-        name = f"{block}.experts.{expert}"
-        tensors[f"{name}.{gate}.weight"] = experts.gate_up[0, expert]
-        tensors[f"{name}.{up}.weight"] = experts.gate_up[1, expert]
-        tensors[f"{name}.{down}.weight"] = experts.down[:, expert]
+    tensors = {}
+    sets = [(experts, "gate.weight", family.bias)]
+    if experts.visual is not None and family.visual is not None:
+        sets.append((experts.visual, *family.visual))
+    for first, (each, router, bias) in zip((0, num_routed), sets, strict=False):
+        tensors[f"{block}.{router}"] = each.router
+        if each.router_bias is not None:
+            tensors[f"{block}.{bias}"] = each.router_bias
+        for expert in range(num_routed):
+            name = f"{block}.experts.{first + expert}"
+            tensors[f"{name}.{gate}.weight"] = each.gate_up[0, expert]
+            tensors[f"{name}.{up}.weight"] = each.gate_up[1, expert]
+            tensors[f"{name}.{down}.weight"] = each.down[:, expert]
     if experts.gate_up.shape[1] > num_routed:
         name = f"{block}.shared_experts"
         tensors[f"{name}.{gate}.weight"] = experts.gate_up[0, num_routed:].flatten(0, 1)

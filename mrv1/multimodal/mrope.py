@@ -72,6 +72,11 @@ def _merged_grid(item: MultimodalItem, vision: VisionConfig) -> tuple[int, int, 
     if grid is None:
         raise _error(item, "grid_thw", "the patches in time, height and width", "None")
     frames, height, width = grid
+    per_feature = vision.temporal_merge_size if item.modality == "video" else 1
+    if frames % per_feature:
+        expected = f"frames that are a multiple of {per_feature} (temporal_merge_size)"
+        raise _error(item, "grid_thw", expected, grid)
+    frames //= per_feature
     if height % merge or width % merge:
         expected = f"height and width that are multiples of {merge} (spatial_merge_size)"
         raise _error(item, "grid_thw", expected, grid)

@@ -78,6 +78,11 @@ class VisionEncoder:
                 f"model: expected a checkpoint with a vision encoder, got {str(self.directory)!r} "
                 f"({config.architecture})"
             )
+        if not config.vision.has_encoder:
+            raise ConfigError(
+                f"model: expected a family whose encoder mrv1 has, got {config.architecture}: "
+                "pass features that are computed elsewhere, as multimodal items"
+            )
         self.config = config.vision
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype_name(dtype), config.torch_dtype, self.device)

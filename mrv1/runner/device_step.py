@@ -215,6 +215,9 @@ class DeviceStep:
         )
         self.state = RequestState(self.slots, num_slots, max_model_len, model.config.vision)
         self.features = FeatureBuffer(config, model, self.slots)
+        self._visual_ids = None
+        if model.config.vision is not None and model.config.vision.expert_token_ids:
+            self._visual_ids = torch.tensor(model.config.vision.expert_token_ids, device=device)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
             num_slots,
@@ -386,6 +389,7 @@ class DeviceStep:
             self.features.of(staged),
             self.ops,
             attn_mask_offsets,
+            self._visual_ids,
         )
         if check is not None:
             check(batch)

@@ -45,8 +45,12 @@ def gather(
     features: FeatureRows | None,
     ops: Ops,
     attn_mask_offsets: torch.Tensor | None = None,
+    visual_ids: torch.Tensor | None = None,
 ) -> InputBatch:
-    """Return the step's batch, which one kernel builds from the state of the slots."""
+    """Return the step's batch, which one kernel builds from the state of the slots.
+
+    ``visual_ids``: tokens of prompts that have experts for images, ``VisionConfig``'s.
+    """
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
     num_groups, row_width = len(tables.sink), tables.block_tables.shape[1]
     int32 = partial(torch.empty, dtype=torch.int32, device=tables.sink.device)
@@ -84,8 +88,31 @@ def gather(
         num_tokens=num_tokens,
         num_reqs=num_rows,
         features=features,
+        is_visual=visual_ids
+        if visual_ids is None
+        else _visual_tokens(gathered.input_ids, shape, staged, slots, visual_ids),
         attn_mask_offsets=attn_mask_offsets,
     )
     return InputBatch(
         shape=shape, staged=staged, attention=attention, logits_rows=gathered.logits_rows
     )
+
+
+def _visual_tokens(
+    input_ids: torch.Tensor,
+    shape: StepShape,
+    staged: Staged,
+    slots: RequestSlots,
+    visual_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Return [tokens] bool: those of prompts with one of the ids; an output token never is."""
+    slot = staged.idx_mapping.clamp(min=0).long()
+    starts = staged.query_start_loc
+    if shape.query_len is not None:  # the upload has none
+        end = (shape.num_rows + 1) * shape.query_len
+        starts = torch.arange(0, end, shape.query_len, dtype=starts.dtype, device=starts.device)
+    left_of_prompt = (slots.prompt_len - slots.num_computed_tokens).index_select(0, slot)
+    index = torch.arange(len(input_ids), dtype=starts.dtype, device=input_ids.device)
+    row = torch.searchsorted(starts[1:], index, right=True).clamp(max=len(slot) - 1)
+    is_of_prompt = index < (starts[:-1] + left_of_prompt).index_select(0, row)
+    return (input_ids[:, None] == visual_ids).any(1) & is_of_prompt

@@ -202,7 +202,12 @@ def _every_expert_product(step: DeviceStep) -> list[list[int]]:
     if experts is None or model.config.experts is None:
         return []
     num_chosen = model.config.experts.routing.num_chosen
-    weights = ((experts.gate_up.movedim(1, 0), True), (experts.down.movedim(1, 0), False))
+    weights = [
+        pair
+        for each in (experts, experts.visual)
+        if each is not None
+        for pair in ((each.gate_up.movedim(1, 0), True), (each.down.movedim(1, 0), False))
+    ]
 
     def choice(num_tokens: int) -> object:
         options = {"deterministic": model.deterministic}

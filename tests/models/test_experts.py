@@ -17,7 +17,7 @@ from mrv1.models import (
     ModelConfig,
     ParallelContext,
     checkpoint_tensors,
-    decoder,
+    expert_layer,
     load_model,
 )
 from tests.models.driver import PagedDriver, blocks_needed
@@ -144,8 +144,8 @@ def test_deterministic_bits_of_many_tokens_are_those_of_few(tmp_path, monkeypatc
     """The products of leaves of many tokens are too large to be kept at the same time."""
     save_checkpoint(tmp_path, tiny_config("ernie4_5_moe"))
     found = []
-    for least in (decoder.LEAF_BYTES, 1):
-        monkeypatch.setattr(decoder, "LEAF_BYTES", least)
+    for least in (expert_layer.LEAF_BYTES, 1):
+        monkeypatch.setattr(expert_layer, "LEAF_BYTES", least)
         model = load_model(
             tmp_path, device="cpu", dtype=torch.float32, ops=select_ops("reference"),
             progress=False, deterministic=True,

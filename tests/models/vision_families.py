@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForImageTextToText,
+    Ernie4_5_VLMoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -49,7 +50,23 @@ _EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [1],
 }
 
+IMAGE_START, IMAGE_END = 154, 155
+"""Of ERNIE, which has others around a video."""
+_ERNIE_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "image_start_token_id": IMAGE_START,
+    "image_end_token_id": IMAGE_END,
+    "video_start_token_id": VISION_START,
+    "video_end_token_id": VISION_END,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Families whose encoder ``VisionEncoder`` has."""
+FEATURE_FAMILIES = (*VISION_FAMILIES, "ernie4_5_vl_moe")
+"""All families that take features of images and videos."""
 
 
 def tiny_vision_config(family: str, **overrides: Any) -> PretrainedConfig:
@@ -58,6 +75,15 @@ def tiny_vision_config(family: str, **overrides: Any) -> PretrainedConfig:
         vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, **_PATCHES}
         text = _TEXT | {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}} | overrides
         return Qwen2VLConfig(text_config=text, vision_config=vision, **_IDS)
+    if family == "ernie4_5_vl_moe":
+        vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+                  "patch_size": 4, "spatial_merge_size": 2, "temporal_merge_size": 2}  # fmt: skip
+        text = _TEXT | {
+            "num_hidden_layers": 3, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
+            "moe_intermediate_size": [48, 16],
+            "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]},
+        } | overrides  # fmt: skip
+        return Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision, **_ERNIE_IDS)
     if family == "qwen2_5_vl":
         vision = {
             "depth": 2,

@@ -10,7 +10,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels import Routing
-from mrv1.models import ModelConfig
+from mrv1.models import ModelConfig, RopeConfig
 from mrv1.models.experts import ExpertsConfig
 from mrv1.models.vision import VisionConfig
 
@@ -84,6 +84,29 @@ QWEN3_VL_MOE = QWEN3_VL | {
     },
     "vision_config": QWEN3_VL["vision_config"] | {"model_type": "qwen3_vl_moe"},
 }  # fmt: skip
+ERNIE_VL = {
+    "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+    "dtype": "bfloat16",
+    "image_token_id": 100295, "image_start_token_id": 101304, "image_end_token_id": 101305,
+    "video_token_id": 103367, "video_start_token_id": 101306, "video_end_token_id": 101307,
+    "model_type": "ernie4_5_vl_moe",
+    "text_config": TEXT | {
+        "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+        "model_type": "ernie4_5_vl_moe_text", "moe_intermediate_size": [1536, 512], "moe_k": 6,
+        "moe_norm_min": 1e-12, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+        "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 27, "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "mrope_section": [22, 22, 20], "rope_theta": 500000, "rope_type": "default",
+        },
+        "vocab_size": 103424,
+    },
+    "tie_word_embeddings": True,
+    "vision_config": {
+        "depth": 32, "model_type": "ernie4_5_vl_moe_vision", "spatial_merge_size": 2,
+        "temporal_merge_size": 2,
+    },
+}  # fmt: skip
 
 
 def read(directory: Any, config: dict[str, Any]) -> ModelConfig:
@@ -118,6 +141,34 @@ def test_published_files_are_read(tmp_path, published):
         num_deepstack_layers=3 if is_qwen3 else 0,
     )
     assert config.feature_size == 2048 * (4 if is_qwen3 else 1)
+
+
+@pytest.mark.parametrize("name", ["Ernie4_5_VLMoe", "Ernie4_5_VL_Moe"])
+def test_a_published_file_of_ernie_is_read(tmp_path, name):
+    """Under the name of transformers, and under that of its versions before 5.24."""
+    config = read(tmp_path, ERNIE_VL | {"architectures": [f"{name}ForConditionalGeneration"]})
+    rope = {"rope_theta": 500000, "rope_type": "default"}  # its section is a default
+    text = ERNIE_VL["text_config"] | {"rope_parameters": rope}
+    assert read(tmp_path, ERNIE_VL | {"text_config": text}).rope == config.rope
+    assert (config.head_dim, config.num_kv_heads, config.rope_interleaved) == (128, 4, True)
+    assert config.rope == RopeConfig(
+        theta=500000, rotary_dim=128, mrope_section=(20, 22, 22), mrope_alternating=True
+    )
+    assert config.experts == ExpertsConfig(
+        routing=Routing(num_experts=64, top_k=6, num_shared=2, renormalizes=True, least_sum=1e-12),
+        intermediate_size=1536,
+        visual_size=512,
+        layers=(False, *[True] * 27),
+    )
+    assert config.vision == VisionConfig(
+        image_token_id=100295,
+        video_token_id=103367,
+        spatial_merge_size=2,
+        video_time="frames",
+        temporal_merge_size=2,
+        expert_token_ids=(100295, 101304, 101305, 103367, 101306, 101307),
+        has_encoder=False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,19 @@ from safetensors.torch import load_file, save_file
 
 from mrv1.config import EngineConfig
 from mrv1.engine.core import EngineCore
-from mrv1.errors import ConfigError
+from mrv1.errors import ConfigError, RequestError
+from mrv1.models import ModelConfig, ParallelContext
+from mrv1.multimodal import MultimodalItem, VisionEncoder
+from mrv1.sampler import SamplingParams
 from tests.models.families import CACHE
 from tests.models.quantizing_cache import QuantizingCache
-from tests.models.vision_families import random_vision_model, tiny_vision_config
+from tests.models.vision_families import (
+    IMAGE,
+    IMAGE_START,
+    VIDEO,
+    random_vision_model,
+    tiny_vision_config,
+)
 from tests.multimodal.test_vision_models import (
     VOCAB,
     Prompt,
@@ -25,6 +35,7 @@ from tests.multimodal.test_vision_models import (
     expected,
     generate,
     make_prompt,
+    types_for_experts,
 )
 
 PARTS: list[int | Visual] = [
@@ -40,6 +51,17 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 500.0, "mrope_section": [10, 7, 7],
                 "mrope_interleaved": True,
+            },
+        },
+    ],
+    "ernie4_5_vl_moe": [
+        {},
+        {
+            "head_dim": 32, "num_key_value_heads": 1, "moe_num_experts": 5, "moe_k": 2,
+            "moe_num_shared_experts": 0, "moe_norm_min": 0.9, "moe_intermediate_size": [24, 40],
+            "mlp_layer_types": ["sparse", "dense", "sparse"], "rms_norm_eps": 1e-2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 500.0, "mrope_section": [5, 5, 6],
             },
         },
     ],
@@ -145,3 +167,100 @@ def test_a_router_that_does_not_renormalize_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="norm_topk_prob: expected None or True, as the family"):
         engine(tmp_path)
+
+
+# --- experts of images -------------------------------------------------------------------------
+
+
+def test_bits_do_not_depend_on_chunks_if_deterministic(tmp_path):
+    """Experts of text and of images are in one sum of leaves."""
+    _, prompt = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    found = []
+    for chunk in (64, 30):
+        options = {"dtype": "float32", "deterministic": True, "max_num_batched_tokens": chunk}
+        (request,) = generate(engine(tmp_path, **options), [prompt], 4, prompt_logprobs=VOCAB)
+        parts = request.prompt_logprobs + request.output_logprobs
+        found.append(by_token(parts))
+    assert torch.equal(*found)
+
+
+def test_tokens_of_prompts_alone_have_experts_for_images(tmp_path):
+    """Output tokens are text whatever their ids are, also when they are computed again."""
+    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    prompt = Prompt([3, IMAGE, 5])
+    prompt.inputs |= types_for_experts("ernie4_5_vl_moe", prompt.token_ids)
+    core, tokens = engine(tmp_path), [IMAGE_START, IMAGE, VIDEO, 7]
+    params = SamplingParams(
+        temperature=0, max_tokens=4, ignore_eos=True, logprobs=VOCAB,
+        logit_bias=dict.fromkeys(tokens, 100.0),
+    )  # fmt: skip
+    request = core.add_request("a", prompt.token_ids, params)
+    while core.has_unfinished_requests:
+        core.step()
+    output = list(request.output_token_ids)
+    assert set(output) <= {IMAGE_START, IMAGE, VIDEO, 7}
+    with torch.no_grad():
+        types = torch.cat([prompt.inputs["moe_mm_token_type_ids"], torch.zeros(1, 4).int()], 1)
+        ids = torch.tensor([prompt.token_ids + output])
+        logits = oracle(ids, moe_mm_token_type_ids=types).logits[0]
+    theirs = logits[2:-1].log_softmax(-1)
+    torch.testing.assert_close(by_token(request.output_logprobs), theirs, rtol=0, atol=1e-4)
+
+
+def test_ranks_divide_experts_of_both_kinds():
+    config = ModelConfig.from_hf(tiny_vision_config("ernie4_5_vl_moe"))
+    context = ParallelContext(size=2, all_reduce=torch.clone, all_gather=torch.clone)
+    assert config.experts is not None
+    assert config.experts.widths == (48, 16)
+    assert context.shard(config).experts.widths == (24, 8)
+    config = ModelConfig.from_hf(
+        tiny_vision_config("ernie4_5_vl_moe", moe_intermediate_size=[48, 12])
+    )
+    with pytest.raises(ConfigError, match=r"expected a multiple of 8 as the width .*, got 12"):
+        context.shard(config, deterministic=True)
+    config = replace(config, experts=replace(config.experts, visual_size=15))
+    with pytest.raises(ConfigError, match="expected a divisor of 15 rows of each expert, got 2"):
+        context.shard(config)
+
+
+def test_features_of_ernie_come_from_outside(tmp_path):
+    checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    with pytest.raises(ConfigError, match="a family whose encoder mrv1 has, got Ernie4_5_VLMoe"):
+        VisionEncoder(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"moe_intermediate_size": [48]}, r"intermediate_size: expected two widths, got \[48\]"),
+        ({"moe_intermediate_size": [48, 0]}, "moe_intermediate_size: expected >= 1, got 0"),
+        ({"use_bias": True}, "mlp_bias: expected none with experts"),
+        ({"moe_k": 9}, "moe_k: expected 1 to 8"),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+            "mrope_section: expected as many pairs of height as of width, got 4 and 2",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [3, 3, 3]}},
+            r"mrope_section: expected three integers >= 0 with sum 8, got \[3, 3, 3\]",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0,
+                                 "mrope_section": [3, 3, 2]}},
+            "rope_type: expected 'default' with this M-RoPE, got 'linear'",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_ernie_that_cannot_run_are_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_hf(tiny_vision_config("ernie4_5_vl_moe", **settings))
+
+
+def test_frames_of_a_video_are_those_of_whole_features(tmp_path):
+    checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    item = MultimodalItem(
+        features=torch.zeros(1, 64), start=1, modality="video", grid_thw=(3, 2, 2)
+    )
+    message = r"grid_thw: expected frames that are a multiple of 2 \(temporal_merge_size\), got"
+    with pytest.raises(RequestError, match=message):
+        engine(tmp_path).add_request("a", [3, VIDEO], SamplingParams(), multimodal=[item])

@@ -30,10 +30,10 @@ from mrv1.sampler import SamplingParams
 from tests.engine.scheduler_model import KnownSpeculation
 from tests.models.families import CACHE
 from tests.models.vision_families import (
+    FEATURE_FAMILIES,
     IMAGE,
     VIDEO,
     VISION_END,
-    VISION_FAMILIES,
     VISION_START,
 )
 from tests.runner.test_model_runner import enter, make_plan
@@ -82,14 +82,16 @@ def make_prompt(family: str, oracle: Any, parts: list[int | Visual], *, seed: in
             text(*torch.randint(3, IMAGE, (part,), generator=generator).tolist())
             continue
         modality = "video" if part.is_video else "image"
-        patches = torch.randn(int(np.prod(part.grid)), PATCH_SIZE, generator=generator)
+        grid, size = part.grid, PATCH_SIZE
+        if family == "ernie4_5_vl_moe":
+            # A patch has one frame; a feature of a video has two.
+            grid, size = ((1 + part.is_video) * grid[0], *grid[1:]), PATCH_SIZE // 2
+        patches = torch.randn(int(np.prod(grid)), size, generator=generator).to(oracle.dtype)
         pixels[modality].append(patches)
-        grids[modality].append(part.grid)
+        grids[modality].append(grid)
         if part.is_video:
             seconds.append(part.seconds)
-        encoded = oracle.model.visual(patches, grid_thw=torch.tensor([part.grid]))
-        deep = getattr(encoded, "deepstack_features", None) or []
-        features = torch.cat([encoded.pooler_output, *deep], dim=1)
+        features = encode(oracle, modality, patches, grid)
         frames, token = part.grid[0], VIDEO if part.is_video else IMAGE
         apart = family.startswith("qwen3_vl") and part.is_video
         for rows in features.chunk(frames) if apart else [features]:
@@ -101,7 +103,7 @@ def make_prompt(family: str, oracle: Any, parts: list[int | Visual], *, seed: in
                     features=rows,
                     start=len(prompt.token_ids),
                     modality=modality,
-                    grid_thw=(1, *part.grid[1:]) if apart else part.grid,
+                    grid_thw=(1, *grid[1:]) if apart else grid,
                     second_per_grid=part.seconds
                     if part.is_video and family == "qwen2_5_vl"
                     else None,
@@ -111,6 +113,7 @@ def make_prompt(family: str, oracle: Any, parts: list[int | Visual], *, seed: in
             types.extend([2 if part.is_video else 1] * len(rows))
             text(VISION_END)
     prompt.inputs["mm_token_type_ids"] = torch.tensor([types])
+    prompt.inputs |= types_for_experts(family, prompt.token_ids)
     for modality, name in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if pixels[modality]:
             prompt.inputs[name] = torch.cat(pixels[modality])
@@ -118,6 +121,26 @@ def make_prompt(family: str, oracle: Any, parts: list[int | Visual], *, seed: in
     if seconds and family == "qwen2_5_vl":
         prompt.inputs["second_per_grid_ts"] = seconds
     return prompt
+
+
+def types_for_experts(family: str, token_ids: list[int]) -> dict[str, torch.Tensor]:
+    """Return what ERNIE's processor says to its experts: visual are also tokens around images."""
+    if family != "ernie4_5_vl_moe":
+        return {}
+    is_visual = [int(token >= IMAGE) for token in token_ids]
+    return {"moe_mm_token_type_ids": torch.tensor([is_visual])}
+
+
+def encode(
+    oracle: Any, modality: str, patches: torch.Tensor, grid: tuple[int, int, int]
+) -> torch.Tensor:
+    """Return the features of an image or a video, as transformers' encoder computes them."""
+    if hasattr(oracle.model, "resampler_model"):
+        get = getattr(oracle.model, f"get_{modality}_features")
+        return get(patches, torch.tensor([grid])).pooler_output[0]
+    encoded = oracle.model.visual(patches, grid_thw=torch.tensor([grid]))
+    deep = getattr(encoded, "deepstack_features", None) or []
+    return torch.cat([encoded.pooler_output, *deep], dim=1)
 
 
 @torch.no_grad()
@@ -260,7 +283,7 @@ def full_precision() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 @pytest.mark.parametrize("chunk", [9, 64])
 def test_logits_and_greedy_tokens_equal_transformers(case_of, device, family, chunk):
     """In one batch, two steps in flight; 9 tokens a step cut every item."""
@@ -272,7 +295,7 @@ def test_logits_and_greedy_tokens_equal_transformers(case_of, device, family, ch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 def test_drafts_have_positions_of_their_own(case_of, device, family):
     """Drafts after images and videos, where a token's positions are not its place."""
     case = case_of(family)
@@ -296,7 +319,7 @@ FULL_POOL = {
 
 @pytest.mark.gpu
 @given(
-    family=st.sampled_from(VISION_FAMILIES),
+    family=st.sampled_from(FEATURE_FAMILIES),
     chunk=st.integers(5, 40),
     overlap=st.booleans(),
     num_kv_blocks=st.sampled_from([4, 5, 9, 64]),
@@ -332,7 +355,7 @@ def test_the_property_covers_preemption_and_hits(case_of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 def test_drafts_after_items_have_the_positions_of_the_tokens_that_they_become(
     case_of, device, family
 ):
@@ -376,7 +399,7 @@ def test_drafts_after_items_have_the_positions_of_the_tokens_that_they_become(
 
 @pytest.mark.full
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 def test_every_chunk_size_and_long_outputs_equal_transformers(case_of, device, family):
     """Chunks cut items at every place; 64 tokens of output, with and without overlap."""
     case = case_of(family)
@@ -391,9 +414,13 @@ def test_every_chunk_size_and_long_outputs_equal_transformers(case_of, device, f
 
 @pytest.mark.interp
 @pytest.mark.slow
-def test_interpreted_kernels_equal_transformers(case_of, device):
-    """Interleaved axes, DeepStack, and an item cut into two chunks, through kernels alone."""
-    case = case_of("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "ernie4_5_vl_moe"])
+def test_interpreted_kernels_equal_transformers(case_of, device, family):
+    """Interleaved axes, DeepStack, and an item cut into two chunks, through kernels alone.
+
+    Of ERNIE, alternating axes and two sets of experts.
+    """
+    case = case_of(family)
     reference.calls.clear()
     engine = case.engine(device, max_num_batched_tokens=8)
     prompts = [case.prompts[1], case.prompts[0]]
@@ -404,14 +431,14 @@ def test_interpreted_kernels_equal_transformers(case_of, device):
         check(request, (in_prompt, tokens[:2], in_output[:2]), of_prompt=False)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 def test_weights_are_updated_under_either_name(case_of, family):
     """Names of transformers' model and of the files; the vision encoder's are left out."""
     case = case_of(family)
     engine = case.engine(torch.device("cpu"))
     state = case.oracle.state_dict()
     stored = dict(Checkpoint.at(case.path).tensors())
-    assert {name for name in stored if "visual." in name}
+    assert {name for name in stored if "visual." in name or "vision_model." in name}
     assert {name for name in state if name.startswith("model.language_model.")}
     for tensors in (state, stored):
         engine.update_weights({"lm_head.weight": torch.zeros(VOCAB, 64)}, partial=True)
@@ -501,11 +528,12 @@ def test_items_and_placeholders_are_counted(case_of, prompt, message):
     assert not engine.has_unfinished_requests
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", FEATURE_FAMILIES)
 def test_placeholders_of_a_prompt_without_items_are_plain_tokens(case_of, family):
     """As in transformers: their own embeddings, and positions of text."""
     case = case_of(family)
     prompt = Prompt([3, VISION_START, IMAGE, IMAGE, VISION_END, 5, VIDEO, 7, IMAGE])
+    prompt.inputs |= types_for_experts(family, prompt.token_ids)
     (request,) = generate(
         case.engine(torch.device("cpu")), [prompt], NUM_TOKENS, prompt_logprobs=VOCAB
     )
