@@ -21,6 +21,7 @@ from mrv1.kernels.cache.formats import PageFormat as PageFormat
 from mrv1.kernels.cache.kv_layout import HeadRole as HeadRole
 from mrv1.kernels.cache.kv_layout import KVLayout as KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales as KVScales
+from mrv1.kernels.experts.contracts import ClampedSwiGLU as ClampedSwiGLU
 from mrv1.kernels.experts.contracts import Routing as Routing
 from mrv1.kernels.layers.contracts import AllReduceBuffers as AllReduceBuffers
 from mrv1.kernels.layers.contracts import FeatureRows as FeatureRows
@@ -45,6 +46,7 @@ else:
         "AllReduceBuffers",
         "AppendedTokens",
         "BadWords",
+        "ClampedSwiGLU",
         "DecodePlan",
         "FeatureRows",
         "GatheredTokens",

@@ -18,12 +18,17 @@ from mrv1.kernels.experts.route_experts import (
     _router_logits_kernel,
 )
 from mrv1.kernels.experts.sort_pairs import _sort_pairs_kernel
+from mrv1.kernels.layers.silu import CLAMPED_SWIGLU
 from mrv1.testing.aot import AotCase, Target, pointer
 
 INT32, FLOAT32 = pointer(torch.int32), pointer(torch.float32)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "ernie-21b": (2560, 1536, 66, 8)}
 """Hidden size, width of an expert, experts and experts of a token."""
+CLAMPED = {"gpt-oss-20b": (2880, 2880, 32, 4)}
+"""The same of a model with biases and a clamped activation."""
+GROUPS = {"e2m1": (1, 32), "e4m3": (128, 128)}
+"""Rows and inputs that share a scale, by code."""
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -32,12 +37,21 @@ def cases(target: Target) -> list[AotCase]:
           for dtype in DTYPES for router in dict.fromkeys((dtype, torch.float32))
           for tokens in (1, 4096)),
         *(_choice(target, sigmoid=sigmoid, rounds=not sigmoid) for sigmoid in (False, True)),
+        _choice(target, sigmoid=False, rounds=True, has_logits_bias=True),
         _sort(target),
         *(_products(target, shape, dtype, pairs, is_gated=is_gated)
           for shape in SHAPES for dtype in DTYPES
           for pairs in (8, 256, 2048, 65_536) for is_gated in (True, False)),
         *(_products(target, shape, dtype, 2048, is_gated=False, leaves=leaves)
           for shape in SHAPES for dtype in DTYPES for leaves in (1, 8)),
+        *(_products(target, "gpt-oss-20b", torch.bfloat16, pairs, is_gated=is_gated, code="e2m1")
+          for pairs in (4, 256, 2048, 65_536) for is_gated in (True, False)),
+        _products(target, "gpt-oss-20b", torch.bfloat16, 2048, is_gated=False, leaves=8,
+                  code="e2m1"),
+        *(_products(target, "gpt-oss-20b", dtype, 32, is_gated=True)
+          for dtype in DTYPES),
+        *(_products(target, "qwen3-30b", dtype, pairs, is_gated=True, code="e4m3")
+          for dtype in (torch.float16, torch.bfloat16) for pairs in (8, 2048)),
         *(_combination(target, dtype, has_norm=has_norm)
           for dtype in DTYPES for has_norm in (True, False)),
         _combination(target, torch.bfloat16, has_norm=True, leaves=8),
@@ -67,12 +81,15 @@ def _logits(target: Target, dtype: torch.dtype, router: torch.dtype, tokens: int
     )
 
 
-def _choice(target: Target, *, sigmoid: bool, rounds: bool) -> AotCase:
+def _choice(
+    target: Target, *, sigmoid: bool, rounds: bool, has_logits_bias: bool = False
+) -> AotCase:
     return AotCase(
-        name=f"choose-{'sigmoid' if sigmoid else 'softmax'}",
+        name=f"choose-{'sigmoid' if sigmoid else 'softmax'}{'-bias' if has_logits_bias else ''}",
         kernel=_choose_experts_kernel,
         args=(
             *(INT32, FLOAT32, FLOAT32, pointer(torch.bfloat16), FLOAT32 if sigmoid else None),
+            pointer(torch.bfloat16) if has_logits_bias else None,
             *(pointer(torch.int64), 2, 40, 128, 1e-20, 1.0),
         ),
         constexprs={
@@ -105,9 +122,9 @@ def _sort(target: Target) -> AotCase:
 
 def _products(
     target: Target, name: str, dtype: torch.dtype, pairs: int, *, is_gated: bool,
-    leaves: int | None = None,
+    leaves: int | None = None, code: str | None = None,
 ) -> AotCase:  # fmt: skip
-    hidden, width, experts, chosen = SHAPES[name]
+    hidden, width, experts, chosen = (SHAPES | CLAMPED)[name]
     num_in, num_out = (hidden, width) if is_gated else (width, hidden)
     config = ExpertConfig.default_for(
         pairs,
@@ -121,24 +138,38 @@ def _products(
     half = experts * width * hidden if is_gated else 0
     weight = (pointer(dtype), width * hidden if is_gated else width, half)
     weight += (num_in if is_gated else experts * width,)
+    scales = None
+    if code is not None:
+        weight = (pointer(torch.int16), 0, 0, 0)
+        scales = pointer(torch.uint8) if code == "e2m1" else FLOAT32
     data = (FLOAT32 if leaves else pointer(dtype), pointer(dtype), num_in, *weight)
+    is_clamped = name in CLAMPED
+    more = (pointer(dtype) if is_clamped else None,)
+    more += (1.702, 7.0) if is_clamped and is_gated else (None, None)
+    more += (scales, None, None, None, None)
+    gate = CLAMPED_SWIGLU.value if is_clamped else 1
     common = {
         "PAIRS_PER_ROW": chosen if is_gated else 1,
         "IN": num_in,
-        "GATED": is_gated,
+        "GATED": gate if is_gated else 0,
         "TILE_PAIRS": config.tile_pairs,
         "TILE_ROWS": config.tile_rows,
         "TILE_IN": config.tile_in,
         "NUM_STAGES": config.num_stages,
+        "CODE": code,
+        "HARDWARE": target.capability and target.capability >= (8, 9) if code else None,
+        "GROUP": GROUPS[code][1] if code else 0,
+        "ROWS_PER_SCALE": GROUPS[code][0] if code else 0,
         "OVERLAP": target.has_dependent_launch,
     }
     label = f"{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}"
     label += f"-leaves{leaves}" if leaves else ""
+    label += f"-{code}" if code else ""
     if config.is_sorted:
         return AotCase(
             name=f"sorted-pairs-{label}",
             kernel=_sorted_pairs_kernel,
-            args=(*data, INT32, INT32, 1000, pairs, num_out, experts),
+            args=(*data, INT32, INT32, 1000, pairs, num_out, experts, *more),
             constexprs=common
             | {
                 "EXPERTS": next_power_of_2(experts),
@@ -150,7 +181,7 @@ def _products(
     return AotCase(
         name=f"few-pairs-{label}",
         kernel=_few_pairs_kernel,
-        args=(*data, INT32, pairs, num_out),
+        args=(*data, INT32, pairs, num_out, *more),
         constexprs=common | {"BY_PAIR": pairs < experts, "LANES": max(16, next_power_of_2(pairs))},
         num_warps=config.num_warps,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from mrv1.kernels import QuantizedWeight
@@ -76,6 +78,24 @@ def random_weight(
             code=code, codes=codes, scales=of_group, zeros=zeros, mins=mins, order=order, **common
         )
     return weight.to(device)
+
+
+def random_experts(
+    kind: str,
+    num_experts: int,
+    num_out: int,
+    num_in: int,
+    dtype: torch.dtype,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> QuantizedWeight:
+    """Return a stack of ``random_weight``, none of whose kinds has an order."""
+    each = [random_weight(kind, num_out, num_in, dtype, seed=seed + i) for i in range(num_experts)]
+    stacks = {
+        name: torch.stack([weight.tensors[name] for weight in each]) for name in each[0].tensors
+    }
+    return replace(each[0], **stacks).to(device)
 
 
 def _super_blocks(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.device import INTERPRET
-from mrv1.kernels import reference
+from mrv1.kernels import ClampedSwiGLU, QuantizedWeight, reference
 from tests.kernels.elementwise import (
     DTYPES,
     assert_in_budget,
@@ -21,6 +21,7 @@ from tests.kernels.elementwise import (
     seeds,
     tiles,
 )
+from tests.kernels.quantized_weights import random_experts, random_weight
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
@@ -232,6 +233,131 @@ def test_no_token(device):
     assert kernels.expert_linear(torch.ones(0, 16, device=device), weight, ids).shape == (0, 8)
 
 
+# --- codes, biases, other activations ----------------------------------------------------------
+
+
+KINDS = ("mxfp4", "e4m3_row", "e4m3_block", "e4m3_tensor", "int4", "uint4_zeros", "q8_0", "q6_k")
+ACTIVATIONS = (None, "silu_and_mul", ClampedSwiGLU(), ClampedSwiGLU(alpha=0.7, limit=0.25))
+
+
+def stack(kind: str, num_in: int, dtype: torch.dtype, device, seed: int, *, is_gated: bool):
+    """Return codes of 5 experts with 128 rows or twice as many: blocks are of 128."""
+    num_rows = 256 if is_gated else 128
+    return random_experts(kind, 5, num_rows, num_in, dtype, seed=seed, device=device)
+
+
+def with_numbers(
+    x: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, activation
+) -> torch.Tensor:
+    """Return the result in float64, one pair after the other."""
+    out = torch.full((ids.numel(), 128), math.nan, dtype=torch.float64, device=x.device)
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        if expert < 0:
+            continue
+        y = dense[expert].double() @ x[pair // (ids.numel() // len(x))].double()
+        if bias is not None:
+            y = y + bias[expert].flatten().double()
+        if activation is not None:
+            gate, up = y.chunk(2)
+            if activation == "silu_and_mul":
+                y = torch.nn.functional.silu(gate) * up
+            else:
+                gate = gate.clamp(max=activation.limit)
+                up = up.clamp(-activation.limit, activation.limit)
+                y = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+        out[pair] = y
+    return out
+
+
+@given(
+    kind=st.sampled_from((*KINDS, None)),
+    num_tokens=st.sampled_from([1, 2, 9, 40]),
+    chosen=st.integers(1, 3),
+    has_long_rows=st.booleans(),
+    route=st.sampled_from(ROUTES),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from(ACTIVATIONS),
+    has_bias=st.booleans(),
+    deterministic=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_codes_and_biases_are_as_exact_as_torch(
+    device, kind, num_tokens, chosen, has_long_rows, route, dtype, activation, has_bias,
+    deterministic, as_on_gpu, seed,
+):  # fmt: skip
+    ids = routed(route, num_tokens, chosen, 5, seed).to(device)
+    num_in = (256 if has_long_rows else 160) if kind != "q6_k" else 256
+    is_gated = activation is not None
+    if kind is None:
+        weight = matrices(5, num_in, 128, dtype, device, seed, is_gated=is_gated)
+        dense = weight.flatten(1, -2)
+    else:
+        weight = stack(kind, num_in, dtype, device, seed, is_gated=is_gated)
+        dense = weight.dense()
+    x = in_a_wider_row(normal((num_tokens, num_in), dtype, device, seed), 8, 16)
+    bias = normal((5, 2, 128) if is_gated else (5, 128), dtype, device, seed)
+    options = {"bias": bias if has_bias else None, "activation": activation}
+    want, outs = with_numbers(x, dense, ids, options["bias"], activation), []
+    for op in (kernels.expert_linear, reference.expert_linear):
+        with tiles("expert_linear", as_on_gpu=as_on_gpu):
+            outs.append(op(x, weight, ids, deterministic=deterministic, **options))
+    has_expert = ids.flatten() >= 0
+    assert_in_budget(outs[0][has_expert], outs[1][has_expert], want[has_expert])
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "e4m3_block", None])
+def test_leaves_of_codes_and_the_bias_of_the_first(device, kind):
+    """Ranks have equal parts of the inputs, and the first one has the bias."""
+    ids = routed("some padding", 9, 2, 5, 0).to(device)
+    x = normal((18, 256), torch.float16, device)
+    bias = normal((5, 128), torch.float16, device)
+    if kind is None:
+        weight = matrices(5, 256, 128, torch.float16, device, 1, is_gated=False)
+    else:
+        weight = stack(kind, 256, torch.float16, device, 1, is_gated=False)
+    options = {"deterministic": True}
+    whole = kernels.expert_linear(x, weight, ids, bias=bias, leaves=8, **options)
+    of_ranks = []
+    for rank in range(2):
+        own = slice(128 * rank, 128 * (rank + 1))
+        part = weight[..., own] if kind is None else weight.inputs(own.start, own.stop)
+        of_ranks.append(
+            kernels.expert_linear(
+                x[:, own], part if kind is None else part.contiguous(), ids, leaves=4,
+                bias=None if rank else bias, **options,
+            )
+        )  # fmt: skip
+    has_expert = ids.flatten() >= 0
+    assert torch.equal(torch.cat(of_ranks)[:, has_expert], whole[:, has_expert])
+    oracle = reference.expert_linear(x, weight, ids, bias=bias, leaves=8, **options)
+    torch.testing.assert_close(whole[:, has_expert], oracle[:, has_expert], rtol=1e-5, atol=1e-5)
+
+
+def test_deterministic_bits_of_codes_are_those_of_their_values(device):
+    ids = routed("spread", 9, 2, 5, 0).to(device)
+    x = normal((9, 160), torch.float16, device)
+    weight = stack("mxfp4", 160, torch.float16, device, 3, is_gated=False)
+    codes, values = (
+        kernels.expert_linear(x, each, ids, deterministic=True)
+        for each in (weight, weight.dense())
+    )
+    assert torch.equal(codes, values)
+
+
+def test_a_gate_that_is_not_a_number(device):
+    """The clamp keeps NaN, and lets no infinity through."""
+    weight = torch.eye(2, device=device).view(1, 2, 1, 2)
+    x = torch.tensor([[math.nan, 1.0], [math.inf, -math.inf]], device=device)
+    ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    for op in (kernels.expert_linear, reference.expert_linear):
+        got = op(x.nan_to_num(posinf=1e30, neginf=-1e30, nan=math.nan), weight, ids,
+                 activation=ClampedSwiGLU())  # fmt: skip
+        assert got[0].isnan()
+        torch.testing.assert_close(got[1, 0].item(), -6 * 7 / (1 + math.exp(-1.702 * 7)))
+
+
 # --- errors ------------------------------------------------------------------------------------
 
 
@@ -277,7 +403,55 @@ def test_bad_arguments_are_named(device, op, change, error, message):
         op(**given)
 
 
+@pytest.mark.parametrize("op", [kernels.expert_linear, reference.expert_linear])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.ones(2, 64)}, ValueError, r"weight: expected codes of shape \[any, any, 64"),
+        ({"x": torch.ones(2, 128).half()}, TypeError, "weight: expected codes of torch.float16"),
+        ({"rows_per_scale": 3}, ValueError, "weight.rows_per_scale: expected a divisor of an exp"),
+        ({"bias": torch.ones(4, 2)}, ValueError, r"bias: expected shape \[2, 4\], got \[4, 2\]"),
+        ({"activation": "gelu"}, ValueError, "activation: expected None, 'silu_and_mul' or a Cl"),
+        ({"leaves": 8, "deterministic": True, "x": torch.ones(4, 128), "num_shared": 2},
+         ValueError, "num_shared: expected at most 1 with leaves of codes, got 2"),
+    ],
+)  # fmt: skip
+def test_bad_codes_are_named(device, op, change, error, message):
+    rows = change.get("rows_per_scale", 1)
+    weight = random_experts("int8", 2, 4, 128, torch.float32, seed=0)
+    if rows > 1:
+        scales = torch.ones(2, 2, 1)
+        weight = QuantizedWeight(
+            code="int8", codes=weight.codes, dtype=weight.dtype, rows_per_scale=3, scales=scales
+        )
+    given = {
+        "x": torch.ones(2, 128),
+        "weight": weight.to(device),
+        "topk_ids": torch.tensor([[0, 1], [1, 0]], dtype=torch.int32),
+    } | {name: value for name, value in change.items() if name != "rows_per_scale"}
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    with pytest.raises(error, match=message):
+        op(**given)
+
+
+def test_an_order_of_inputs(device):
+    weight = random_weight("uint4_order", 4, 128, torch.float32, seed=0)
+    stacked = QuantizedWeight(
+        code="uint4", codes=weight.codes[None], scales=weight.scales[None].float(),
+        zeros=weight.zeros[None], dtype=weight.dtype, order=weight.order, inputs_per_scale=128,
+    ).to(device)  # fmt: skip
+    ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match="weight.order: expected None for experts"):
+        kernels.expert_linear(torch.ones(2, 128, device=device), stacked, ids)
+
+
+@pytest.mark.parametrize("name", ["alpha", "limit"])
+def test_numbers_of_an_activation(name):
+    with pytest.raises(ValueError, match=f"{name}: expected > 0, got 0.0"):
+        ClampedSwiGLU(**{name: 0.0})
+
+
 def test_an_unknown_activation(device):
     x, ids = torch.ones(2, 16, device=device), torch.ones(2, 1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="activation: expected None or 'silu_and_mul', got 'gelu"):
+    with pytest.raises(ValueError, match="activation: expected None, 'silu_and_mul' or a ClampedSw"):
         kernels.expert_linear(x, torch.ones(3, 8, 16, device=device), ids, activation="gelu")

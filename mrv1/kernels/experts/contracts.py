@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 
 from mrv1.kernels._base.checks import check_tensor
+from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.quantized import CODES, QuantizedWeight, inputs_problem
 from mrv1.kernels.layers.sum_order import check_leaves
 
 ExpertScores = Literal["softmax", "sigmoid"]
@@ -18,6 +20,29 @@ MAX_EXPERTS = 1024
 """Most experts that are routed to: a program holds the scores of a token."""
 MAX_TOP_K = 32
 """Most experts of a token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedSwiGLU:
+    """An activation: ``(up + 1) * gate * sigmoid(alpha * gate)``, ValueError: not above 0.
+
+    The gate is at most ``limit`` before that, and up is from ``-limit`` to ``limit``.
+    """
+
+    alpha: float = 1.702
+    """Factor of the gate in the sigmoid."""
+    limit: float = 7.0
+    """Largest gate and up."""
+
+    def __post_init__(self) -> None:
+        """Check that both are above 0."""
+        for name in ("alpha", "limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected > 0, got {getattr(self, name)!r}")
+
+
+ExpertActivation = Activation | ClampedSwiGLU
+"""The activations that ``expert_linear`` takes: ``"silu_and_mul"``, or one with numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +113,7 @@ def check_routing(
     weight: torch.Tensor,
     routing: Routing,
     bias: torch.Tensor | None,
+    logits_bias: torch.Tensor | None,
     slot_mapping: torch.Tensor | None,
 ) -> None:
     """Raise unless the arguments are as ``route_experts`` says."""
@@ -99,31 +125,36 @@ def check_routing(
         check("bias", bias, dtype=torch.float32)
         if bias.numel() != num_experts:
             raise ValueError(f"bias: expected {num_experts} values, got {list(bias.shape)}")
+    if logits_bias is not None:
+        check("logits_bias", logits_bias, shape=(num_experts,), dtype=(x.dtype, torch.float32))
     if slot_mapping is not None:
         check("slot_mapping", slot_mapping, shape=(None, x.shape[0]), dtype=torch.int64)
 
 
 def check_expert_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     topk_ids: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor | None,
     *,
-    is_gated: bool,
+    activation: ExpertActivation | None,
     leaves: int | None = None,
     num_shared: int = 0,
 ) -> tuple[int, int]:
     """Raise unless the arguments are as ``expert_linear`` says; return pairs and columns."""
+    is_gated = activation is not None
+    if activation not in (None, "silu_and_mul") and not isinstance(activation, ClampedSwiGLU):
+        raise ValueError(
+            "activation: expected None, 'silu_and_mul' or a ClampedSwiGLU, "
+            f"got {activation!r}"
+        )
     check_tensor("x", x, shape=(None, None), unit_last_stride=True)
     check = partial(check_tensor, device=x.device)
-    shape = (None, 2, None, x.shape[1]) if is_gated else (None, None, x.shape[1])
-    check("weight", weight, shape=shape, dtype=x.dtype, unit_last_stride=True)
-    if weight.numel() == 0:
-        raise ValueError(f"weight: expected at least one expert, row and column, "
-                         f"got {list(weight.shape)}")  # fmt: skip
+    num_experts, num_out = _check_experts(x, weight, is_gated=is_gated)
     check("topk_ids", topk_ids, shape=(None, None), dtype=torch.int32, contiguous=True)
     num_tokens, num_chosen = topk_ids.shape
-    num_pairs, num_out = topk_ids.numel(), weight.shape[-2]
+    num_pairs = topk_ids.numel()
     if x.shape[0] not in (num_tokens, num_pairs):
         raise ValueError(
             f"x: expected a row for each of {num_tokens} tokens, or for each of their "
@@ -131,22 +162,68 @@ def check_expert_linear(
         )
     if leaves is not None and is_gated:
         raise ValueError(f"leaves: expected None with an activation, got {leaves}")
-    if not 0 <= num_shared <= min(num_chosen, len(weight)):
+    if not 0 <= num_shared <= min(num_chosen, num_experts):
         raise ValueError(
-            f"num_shared: expected 0 to {min(num_chosen, len(weight))}, got {num_shared}"
+            f"num_shared: expected 0 to {min(num_chosen, num_experts)}, got {num_shared}"
         )
     if leaves is not None and num_shared > 1:
         check("x", x, shape=(num_pairs, None), contiguous=True)
+        if isinstance(weight, QuantizedWeight):
+            raise ValueError(
+                f"num_shared: expected at most 1 with leaves of codes, got {num_shared}"
+            )
         if weight.stride(0) != weight.shape[2]:
             raise ValueError(
                 f"weight: expected experts whose inputs are neighbours in a row, stride "
                 f"{weight.shape[2]}, got {weight.stride(0)}"
             )
+    if isinstance(weight, QuantizedWeight) and leaves is not None and leaves > 1:
+        unit = 2 * CODES[weight.code].per_byte
+        if -(-x.shape[1] // leaves) % unit:
+            raise ValueError(
+                f"leaves: expected leaves of a multiple of {unit} inputs, which share 16 bits, "
+                f"got {leaves} of {x.shape[1]} inputs"
+            )
+    if bias is not None:
+        shape = (num_experts, 2, num_out) if is_gated else (num_experts, num_out)
+        check("bias", bias, shape=shape, dtype=x.dtype, contiguous=True)
     if out is not None:
         of_leaves = () if leaves is None else (leaves,)
         dtype = x.dtype if leaves is None else torch.promote_types(x.dtype, torch.float32)
         check("out", out, shape=(*of_leaves, num_pairs, num_out), dtype=dtype, contiguous=True)
     return num_pairs, num_out
+
+
+def _check_experts(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedWeight, *, is_gated: bool
+) -> tuple[int, int]:
+    """Raise unless a weight is as ``expert_linear`` says; return experts and columns."""
+    if isinstance(weight, torch.Tensor):
+        shape = (None, 2, None, x.shape[1]) if is_gated else (None, None, x.shape[1])
+        check_tensor("weight", weight, shape=shape, dtype=x.dtype, device=x.device,
+                     unit_last_stride=True)  # fmt: skip
+        if weight.numel() == 0:
+            raise ValueError(f"weight: expected at least one expert, row and column, "
+                             f"got {list(weight.shape)}")  # fmt: skip
+        return weight.shape[0], weight.shape[-2]
+    shape, num_halves = tuple(weight.shape), 2 if is_gated else 1
+    if len(shape) != 3 or shape[2] != x.shape[1] or shape[1] % num_halves:
+        expected = f"[any, {'2 * any' if is_gated else 'any'}, {x.shape[1]}]"
+        raise ValueError(f"weight: expected codes of shape {expected}, got {list(shape)}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"weight: expected codes of {x.dtype} values, got {weight.dtype}")
+    if weight.order is not None:
+        raise ValueError("weight.order: expected None for experts, got an order")
+    if weight.scales is not None and shape[1] % weight.rows_per_scale:
+        raise ValueError(
+            f"weight.rows_per_scale: expected a divisor of an expert's {shape[1]} rows, "
+            f"got {weight.rows_per_scale}"
+        )
+    for name, tensor in weight.tensors.items():
+        check_tensor(f"weight.{name}", tensor, device=x.device, contiguous=True)
+    if (problem := inputs_problem(weight)) is not None:
+        raise ValueError(f"weight: {problem}")
+    return shape[0], shape[1] // num_halves
 
 
 def check_combination(

@@ -32,11 +32,23 @@ from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.experts.contracts import check_expert_linear
+from mrv1.kernels.experts.contracts import (
+    ClampedSwiGLU,
+    ExpertActivation,
+    check_expert_linear,
+)
 from mrv1.kernels.experts.sort_pairs import sort_pairs
-from mrv1.kernels.layers.contracts import Activation
-from mrv1.kernels.layers.silu import silu
+from mrv1.kernels.layers.contracts import GATES
+from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.silu import CLAMPED_SWIGLU, clamped_swiglu, silu
 from mrv1.kernels.layers.sum_order import check_leaves
+from mrv1.kernels.layers.widening import (
+    Matrix,
+    codes_per_element,
+    converts_e4m3,
+    dense_values,
+    matrix_arguments,
+)
 
 _LAST = tl.constexpr(2**31 - 1)
 
@@ -133,6 +145,43 @@ def _pair_at(is_own, lane, place, TILE: tl.constexpr):
 
 
 @triton.jit
+def _widened(
+    matrix,
+    row,  # [TILE_ROWS, 1] int64, of all experts' rows
+    is_row,
+    first,
+    end,
+    DTYPE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    MASKED: tl.constexpr,
+    CODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+):
+    """Return a tile of values, [TILE_ROWS, TILE_IN], from input ``first`` on, 0 from ``end``.
+
+    Codes at the end may share 16 bits with others: x is 0 there.
+    """
+    PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
+    element = first // PER + tl.arange(0, TILE_IN // PER)[None, :]
+    mask = is_row
+    if MASKED:
+        mask = is_row & (element * PER < end)
+    codes = tl.load(matrix.codes + row * (IN // PER) + element, mask=mask, other=0)
+    values = dense_values(
+        matrix, codes, row, element, mask, CODE, DTYPE, HARDWARE, IN, GROUP, ROWS_PER_SCALE, False
+    )
+    if PER == 2:
+        tile = tl.join(values[0], values[1])
+    else:
+        tile = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
+    return tl.reshape(tile, [TILE_ROWS, TILE_IN])
+
+
+@triton.jit
 def _multiply(
     out_ptr,
     x_ptr,
@@ -144,12 +193,28 @@ def _multiply(
     first_out,
     num_out,
     end,  # inputs to read, None = all LEAF_IN
+    expert,
+    first_in,  # of the leaf; only of codes
+    bias_ptr,  # of the expert, or None
+    has_bias,  # whether it is added; None = it is
+    alpha,
+    limit,
+    scales_ptr,
+    zeros_ptr,
+    mins_ptr,
+    heads_ptr,
+    high_ptr,
     PAIRS_PER_ROW: tl.constexpr,
     LEAF_IN: tl.constexpr,
     GATED: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_IN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    CODE: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    IN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
 ):
     """Store the results of some pairs of one expert for a tile of its rows."""
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
@@ -162,26 +227,45 @@ def _multiply(
     pair = pair.to(tl.int64)[:, None]
     is_pair = pair >= 0
     lane = tl.arange(0, TILE_IN)[None, :]
-    weight_rows = weight_ptr + row.to(tl.int64) * stride_row + lane
-    weight_rows += tl.where(tile_row < TILE_OUT, 0, stride_half)  # a tile's second half is ups
+    if CODE is None:
+        weight_rows = weight_ptr + row.to(tl.int64) * stride_row + lane
+        weight_rows += tl.where(tile_row < TILE_OUT, 0, stride_half)  # a tile's last half is ups
+    else:
+        matrix_row = expert.to(tl.int64) * (2 * num_out if GATED else num_out) + row
+        matrix_row += tl.where(tile_row < TILE_OUT, 0, num_out)
     x_rows = x_ptr + tl.maximum(pair, 0) // PAIRS_PER_ROW * stride_x_row + lane
     y = tl.zeros([TILE_ROWS, pair.shape[0]], tl.float32)
     for first in tl.range(0, LEAF_IN, TILE_IN, num_stages=NUM_STAGES):
         row_mask, pair_mask = is_row, is_pair
         if MASKED:
             row_mask, pair_mask = is_row & (first + lane < end), is_pair & (first + lane < end)
-        weight = tl.load(weight_rows + first, mask=row_mask, other=0.0)
+        if CODE is None:
+            weight = tl.load(weight_rows + first, mask=row_mask, other=0.0)
+        else:
+            weight = _widened(
+                Matrix(weight_ptr, scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr),
+                matrix_row, is_row, first_in + first, first_in + end, x_ptr.dtype.element_ty,
+                TILE_ROWS, TILE_IN, MASKED, CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
+            )  # fmt: skip
         x = tl.load(x_rows + first, mask=pair_mask, other=0.0)
         if x.dtype == tl.float32:
             y += tl.dot(weight, tl.trans(x), input_precision="ieee")
         else:
             y = tl.dot(weight, tl.trans(x), y)
     y = tl.trans(y)
+    col = first_out + tl.arange(0, TILE_OUT)[None, :]
     if GATED:
         halves = tl.permute(tl.reshape(y, [y.shape[0], 2, TILE_OUT]), (0, 2, 1))
         gate, up = tl.split(halves)
-        y = silu(gate) * up
-    col = first_out + tl.arange(0, TILE_OUT)[None, :]
+        if bias_ptr is not None:
+            gate += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
+            up += tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0).to(tl.float32)
+        y = clamped_swiglu(gate, up, alpha, limit) if GATED == CLAMPED_SWIGLU else silu(gate) * up
+    elif bias_ptr is not None:
+        is_added = col < num_out
+        if has_bias is not None:
+            is_added = is_added & has_bias
+        y += tl.load(bias_ptr + col, mask=is_added, other=0.0).to(tl.float32)
     inside = is_pair & (col < num_out)
     tl.store(out_ptr + pair * num_out + col, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -198,6 +282,14 @@ def _few_pairs_kernel(
     ids_ptr,  # [num_pairs] int32, -1 = no expert
     num_pairs,
     num_out,
+    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None
+    alpha,  # of a ClampedSwiGLU, else None
+    limit,
+    scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
+    zeros_ptr,
+    mins_ptr,
+    heads_ptr,
+    high_ptr,
     BY_PAIR: tl.constexpr,  # programs are of pairs, the first pair of an expert has all
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
@@ -207,6 +299,10 @@ def _few_pairs_kernel(
     TILE_IN: tl.constexpr,
     LANES: tl.constexpr,  # power of two >= num_pairs
     NUM_STAGES: tl.constexpr,
+    CODE: tl.constexpr,  # None = weights are values
+    HARDWARE: tl.constexpr,  # see widen
+    GROUP: tl.constexpr,  # inputs per scale
+    ROWS_PER_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (pairs or experts, row tiles): some rows of one expert, and all of its pairs."""
@@ -225,12 +321,18 @@ def _few_pairs_kernel(
         before = tl.min(tl.where(is_own != 0, lane, _LAST), axis=0)
         count = tl.where(before == index, count, 0)
     first_out = tl.program_id(1) * TILE_OUT
-    weight_ptr += expert.to(tl.int64) * stride_weight_expert
+    if CODE is None:
+        weight_ptr += expert.to(tl.int64) * stride_weight_expert
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * (2 * num_out if GATED else num_out)
     for place in range(0, count, TILE_PAIRS):
         _multiply(
             out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row,
             _pair_at(is_own, lane, place, TILE_PAIRS), first_out, num_out, None,
+            expert, 0, bias_ptr, None, alpha, limit,
+            scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
             PAIRS_PER_ROW, IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
+            CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
         )  # fmt: skip
 
 
@@ -249,6 +351,14 @@ def _sorted_pairs_kernel(
     num_pairs,
     num_out,
     num_experts,
+    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None
+    alpha,  # of a ClampedSwiGLU, else None
+    limit,
+    scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
+    zeros_ptr,
+    mins_ptr,
+    heads_ptr,
+    high_ptr,
     PAIRS_PER_ROW: tl.constexpr,
     IN: tl.constexpr,
     LEAVES: tl.constexpr,
@@ -259,6 +369,10 @@ def _sorted_pairs_kernel(
     TILE_IN: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two >= num_experts
     NUM_STAGES: tl.constexpr,
+    CODE: tl.constexpr,  # None = weights are values
+    HARDWARE: tl.constexpr,  # see widen
+    GROUP: tl.constexpr,  # inputs per scale
+    ROWS_PER_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (max_tiles * row tiles, LEAVES): a tile of one expert's pairs, and some of its rows.
@@ -283,8 +397,13 @@ def _sorted_pairs_kernel(
     last = tl.sum(tl.where(is_mine, end, 0), axis=0)
     place = first + tl.arange(0, TILE_PAIRS)
     pair = tl.load(order_ptr + place, mask=place < last, other=-1)
-    weight_ptr += expert.to(tl.int64) * stride_weight_expert
+    if CODE is None:
+        weight_ptr += expert.to(tl.int64) * stride_weight_expert
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * (2 * num_out if GATED else num_out)
     end = None
+    has_bias = None
+    first_in = 0
     if LEAVES > 1:
         leaf = tl.program_id(1).to(tl.int64)
         first_in = leaf * LEAF_IN
@@ -294,19 +413,24 @@ def _sorted_pairs_kernel(
             shared = expert - (num_experts - SHARED)
             of_shared = leaf * (SHARED * LEAF_IN) + shared * (LEAF_IN - IN)
             first_in = tl.where(shared >= 0, of_shared, first_in)
-        weight_ptr += first_in
+        if CODE is None:
+            weight_ptr += first_in
+        has_bias = leaf == 0
         x_ptr += first_in
         out_ptr += leaf * num_pairs * num_out
     _multiply(
         out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row, pair,
         tl.program_id(0) // max_tiles * TILE_OUT, num_out, end,
+        expert, first_in, bias_ptr, has_bias, alpha, limit,
+        scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
         PAIRS_PER_ROW, LEAF_IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
+        CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
     )  # fmt: skip
 
 
 def choose_kernel(
     num_pairs: int,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     *,
     is_gated: bool,
     deterministic: bool,
@@ -317,6 +441,8 @@ def choose_kernel(
     With more pairs, no choice comes back once left.
     """
     num_experts, num_out, num_in = weight.shape[0], *weight.shape[-2:]
+    if is_gated and isinstance(weight, QuantizedWeight):
+        num_out //= 2
     num_in = cdiv(num_in, leaves)
     if INTERPRET:
         config = ExpertConfig.for_interpreter(
@@ -339,10 +465,11 @@ def choose_kernel(
 
 def expert_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     topk_ids: torch.Tensor,
     *,
-    activation: Activation | None = None,
+    bias: torch.Tensor | None = None,
+    activation: ExpertActivation | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     leaves: int | None = None,
@@ -354,10 +481,16 @@ def expert_linear(
         x: [tokens, in] or [tokens * chosen, in] float32 | float16 | bfloat16, unit last stride: a
             row for each token, or for each pair.
         weight: [experts, n, in], x's dtype, unit last stride, none of the sizes 0; with an
-            activation [experts, 2, n, in], gates, then ups.
+            activation [experts, 2, n, in], gates, then ups. Or a contiguous ``QuantizedWeight``
+            of x's dtype, [experts, n, in], with an activation [experts, 2 * n, in], without an
+            order of inputs; rows that share a scale are of one expert, and in and inputs per
+            scale are as ``linear`` takes them.
         topk_ids: [tokens, chosen] int32, contiguous: the experts of each token, no expert twice;
             -1 = none. Ids are not checked.
-        activation: ``"silu_and_mul"``: the result is ``silu(gate) * up``.
+        bias: [experts, n], with an activation [experts, 2, n], x's dtype, contiguous: added to
+            each product. With leaves the first one has it.
+        activation: ``"silu_and_mul"``: the result is ``silu(gate) * up``; or a
+            ``ClampedSwiGLU``.
         out: [tokens * chosen, n], x's dtype, contiguous, *written* and returned; rows of pairs
             without an expert are not written. Allocated if omitted. With leaves, [leaves,
             tokens * chosen, n] float32.
@@ -374,19 +507,19 @@ def expert_linear(
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics: products are summed in float32; the activation is computed in float32 too, and the
-        result is rounded once. Tier B.
+    Numerics: products are summed in float32; bias and activation are computed in float32 too, and
+        the result is rounded once. Codes are widened to the values that ``QuantizedWeight.dense``
+        rounds. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe; the host knows no counts. Two
         launches with more than 256 pairs, or if deterministic, else one.
     """
     check_tensor("x", x, dtype=FLOAT_DTYPES)
     is_gated = activation is not None
-    if activation not in (None, "silu_and_mul"):
-        raise ValueError(f"activation: expected None or 'silu_and_mul', got {activation!r}")
     check_leaves(leaves, deterministic=deterministic)
     num_pairs, num_out = check_expert_linear(
-        x, weight, topk_ids, out, is_gated=is_gated, leaves=leaves, num_shared=num_shared
-    )
+        x, weight, topk_ids, bias, out,
+        activation=activation, leaves=leaves, num_shared=num_shared,
+    )  # fmt: skip
     check_launchable("x", x)
     if out is None:
         out = x.new_empty(num_pairs, num_out)
@@ -394,7 +527,7 @@ def expert_linear(
             out = x.new_empty(leaves, num_pairs, num_out, dtype=torch.float32)
     if num_pairs == 0:
         return out
-    num_experts, num_in = weight.shape[0], weight.shape[-1]
+    num_experts, num_in = weight.shape[0], x.shape[1]
     config, by_pair, lanes = choose_kernel(
         num_pairs, weight, is_gated=is_gated, deterministic=deterministic, leaves=leaves or 1
     )
@@ -402,22 +535,32 @@ def expert_linear(
     common = {
         "PAIRS_PER_ROW": num_pairs // x.shape[0],
         "IN": num_in,
-        "GATED": is_gated,
+        "GATED": _gate(activation),
         "TILE_PAIRS": config.tile_pairs,
         "TILE_ROWS": config.tile_rows,
         "TILE_IN": config.tile_in,
         "NUM_STAGES": config.num_stages,
+        **_code_options(weight),
         "num_warps": config.num_warps,
         **overlap_options(x.device),
     }
-    stride_half = weight.stride(1) if is_gated else 0
-    given = (
-        *(out, *with_strides(x, 1)),
-        *(weight, weight.stride(0), stride_half, weight.stride(-2)),
-    )
+    numbers: tuple[float | None, ...] = (None, None)
+    if isinstance(activation, ClampedSwiGLU):
+        numbers = activation.alpha, activation.limit
+    if isinstance(weight, QuantizedWeight):
+        codes, *others = matrix_arguments(weight)
+        given = (out, *with_strides(x, 1), codes, 0, 0, 0)
+    else:
+        others = [None] * 5
+        stride_half = weight.stride(1) if is_gated else 0
+        given = (
+            *(out, *with_strides(x, 1)),
+            *(weight, weight.stride(0), stride_half, weight.stride(-2)),
+        )
+    more = (bias, *numbers, *others)
     if not config.is_sorted:
         _few_pairs_kernel[(num_pairs if by_pair else num_experts, row_tiles)](
-            *(*given, topk_ids, num_pairs, num_out),
+            *(*given, topk_ids, num_pairs, num_out, *more),
             BY_PAIR=by_pair,
             LANES=lanes,
             **common,
@@ -426,10 +569,30 @@ def expert_linear(
     pairs = sort_pairs(topk_ids, num_experts)
     max_tiles = min(num_pairs, num_pairs // config.tile_pairs + num_experts)
     _sorted_pairs_kernel[(max_tiles * row_tiles, leaves or 1)](
-        *(*given, pairs.order, pairs.starts, max_tiles, num_pairs, num_out, num_experts),
+        *(*given, pairs.order, pairs.starts, max_tiles, num_pairs, num_out, num_experts,
+          *more),
         LEAVES=leaves or 1,
         SHARED=num_shared if leaves is not None else 0,
         EXPERTS=next_power_of_2(num_experts),
         **common,
     )
     return out
+
+
+def _gate(activation: ExpertActivation | None) -> int:
+    """Return what kernels call an activation."""
+    if isinstance(activation, ClampedSwiGLU):
+        return CLAMPED_SWIGLU.value
+    return GATES[activation]
+
+
+def _code_options(weight: torch.Tensor | QuantizedWeight) -> dict[str, object]:
+    """Return the constants of a kernel that say how weights are stored."""
+    if not isinstance(weight, QuantizedWeight):
+        return {"CODE": None, "HARDWARE": None, "GROUP": 0, "ROWS_PER_SCALE": 0}
+    return {
+        "CODE": weight.code,
+        "HARDWARE": converts_e4m3(weight.device),
+        "GROUP": weight.group,
+        "ROWS_PER_SCALE": weight.rows_per_scale,
+    }

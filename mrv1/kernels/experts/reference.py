@@ -6,12 +6,14 @@ import torch
 
 from mrv1.kernels._base.oracle import counted, wide
 from mrv1.kernels.experts.contracts import (
+    ClampedSwiGLU,
+    ExpertActivation,
     Routing,
     check_combination,
     check_expert_linear,
     check_routing,
 )
-from mrv1.kernels.layers.contracts import Activation
+from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.kernels.layers.reference import linear, rms_norm
 from mrv1.kernels.layers.sum_order import check_leaves
 
@@ -23,14 +25,17 @@ def route_experts(
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
+    logits_bias: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Oracle of :func:`mrv1.kernels.route_experts`; if deterministic, it goes row by row."""
-    check_routing(x, weight, routing, bias, slot_mapping)
+    check_routing(x, weight, routing, bias, logits_bias, slot_mapping)
     matrix = wide(weight).to(wide(x).dtype).T
     parts = x.split(1) if deterministic and len(x) else (x,)
     logits = torch.cat([wide(part) @ matrix for part in parts])
+    if logits_bias is not None:
+        logits = logits + wide(logits_bias)
     if routing.rounds_logits:
         logits = logits.to(x.dtype)
     logits = wide(logits)
@@ -62,29 +67,32 @@ def route_experts(
 @counted
 def expert_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
     topk_ids: torch.Tensor,
     *,
-    activation: Activation | None = None,
+    bias: torch.Tensor | None = None,
+    activation: ExpertActivation | None = None,
     out: torch.Tensor | None = None,
     deterministic: bool = False,
     leaves: int | None = None,
     num_shared: int = 0,
 ) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.expert_linear`."""
+    """Oracle of :func:`mrv1.kernels.expert_linear`; codes are widened for the experts chosen."""
     check_leaves(leaves, deterministic=deterministic)
     num_pairs, num_out = check_expert_linear(
-        x, weight, topk_ids, out,
-        is_gated=activation is not None, leaves=leaves, num_shared=num_shared,
+        x, weight, topk_ids, bias, out,
+        activation=activation, leaves=leaves, num_shared=num_shared,
     )  # fmt: skip
     if leaves is not None:
+        if isinstance(weight, QuantizedWeight):
+            weight = weight.dense()
         if num_shared > 1 and x.shape[1] % leaves == 0:
             x = x.unflatten(0, topk_ids.shape)
             rows = _leaves_together(x[:, -num_shared:], leaves)
             x = torch.cat([x[:, :-num_shared], rows], 1).flatten(0, 1)
             shared = _leaves_together(weight[-num_shared:].movedim(0, 1), leaves).movedim(1, 0)
             weight = torch.cat([weight[:-num_shared], shared])
-        return _leaf_products(x, weight, topk_ids, out, leaves)
+        return _leaf_products(x, weight, topk_ids, bias, out, leaves)
     if out is None:
         out = x.new_empty(num_pairs, num_out)
     expert_of_pair = topk_ids.flatten()
@@ -92,11 +100,28 @@ def expert_linear(
     for expert in expert_of_pair.unique().tolist():
         if expert >= 0:
             pairs = (expert_of_pair == expert).nonzero().flatten()
-            own = weight[expert].flatten(0, -2)  # gates, then ups
-            out[pairs] = linear(
-                rows[pairs], own, activation=activation, deterministic=deterministic
-            )
+            if isinstance(weight, QuantizedWeight):
+                own = weight.at(expert).dense()
+            else:
+                own = weight[expert].flatten(0, -2)  # gates, then ups
+            added = None if bias is None else bias[expert].flatten()
+            of_pairs = rows[pairs]
+            if not isinstance(activation, ClampedSwiGLU):
+                out[pairs] = linear(
+                    of_pairs, own, added, activation=activation, deterministic=deterministic
+                )
+                continue
+            y = wide(of_pairs).new_empty(len(pairs), len(own))
+            linear(of_pairs, own, added, out=y, deterministic=deterministic)
+            out[pairs] = _clamped_swiglu(y, activation).to(out.dtype)
     return out
+
+
+def _clamped_swiglu(y: torch.Tensor, activation: ClampedSwiGLU) -> torch.Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    limit = activation.limit
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate / (1 + torch.exp(-activation.alpha * gate)))
 
 
 def _leaves_together(parts: torch.Tensor, leaves: int) -> torch.Tensor:
@@ -109,10 +134,11 @@ def _leaf_products(
     x: torch.Tensor,
     weight: torch.Tensor,
     topk_ids: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor | None,
     leaves: int,
 ) -> torch.Tensor:
-    """Return ``expert_linear`` of each leaf of the inputs, not rounded."""
+    """Return ``expert_linear`` of each leaf of the inputs, not rounded; the first has the bias."""
     if out is None:
         out = wide(x).new_empty(leaves, topk_ids.numel(), weight.shape[-2])
     leaf_in = -(-x.shape[1] // leaves)
@@ -122,8 +148,9 @@ def _leaf_products(
             of_leaf[topk_ids.flatten() >= 0] = 0.0
             continue
         expert_linear(
-            wide(x[:, part]), wide(weight[..., part]), topk_ids, out=of_leaf, deterministic=True
-        )
+            wide(x[:, part]), wide(weight[..., part]), topk_ids, out=of_leaf, deterministic=True,
+            bias=None if bias is None or leaf else wide(bias),
+        )  # fmt: skip
     return out
 
 

@@ -1,6 +1,6 @@
 """Choose the experts of each token, and their weights, from its hidden state.
 
-    logits  = x @ weight.T                                       float32
+    logits  = x @ weight.T + logits_bias                         float32
     scores  = softmax(logits) or sigmoid(logits)
     chosen  = the top_k largest of scores + bias                 ties to the lowest id
     weights = scale * scores[chosen] (/ max(sum, least_sum))
@@ -160,6 +160,7 @@ def _choose_experts_kernel(
     parts_ptr,  # [SPLITS, num_tokens, num_experts] float32
     x_ptr,  # its dtype is that of rounded logits; not read
     bias_ptr,  # [num_experts] float32, or None
+    logits_bias_ptr,  # [num_experts], or None
     slot_ptr,  # [num_groups, num_tokens] int64, -1 = no slot; or None
     num_groups,
     num_tokens,
@@ -205,6 +206,9 @@ def _choose_experts_kernel(
     for split in tl.static_range(SPLITS):
         part_ptr = parts_ptr + tl.full([], split, tl.int64) * num_tokens * num_experts
         logits += tl.load(part_ptr, mask=is_expert, other=0.0)
+    if logits_bias_ptr is not None:
+        more = tl.load(logits_bias_ptr + expert, mask=is_expert, other=0.0)
+        logits += more.to(tl.float32)
     if ROUNDS:
         logits = logits.to(x_ptr.dtype.element_ty).to(tl.float32)
     if SIGMOID:
@@ -246,6 +250,7 @@ def route_experts(
     routing: Routing,
     bias: torch.Tensor | None = None,
     *,
+    logits_bias: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,6 +261,8 @@ def route_experts(
         weight: [num_experts, in], x's dtype or float32, contiguous: the router.
         routing: how experts are chosen.
         bias: num_experts values, float32, contiguous: added to scores for the choice only; None =
+            none.
+        logits_bias: [num_experts], x's dtype or float32, contiguous: added to the logits; None =
             none.
         slot_mapping: [groups, tokens] int64, contiguous: a token with -1 in every group is
             padding, and has no experts: ids -1 and weights 0. None = no token is padding.
@@ -276,7 +283,7 @@ def route_experts(
         to 32 bytes per token and expert.
     """
     check_tensor("x", x, dtype=FLOAT_DTYPES)
-    check_routing(x, weight, routing, bias, slot_mapping)
+    check_routing(x, weight, routing, bias, logits_bias, slot_mapping)
     check_launchable("x", x)
     num_tokens, num_in = x.shape
     num_experts, num_chosen = routing.num_experts, routing.num_chosen
@@ -301,7 +308,7 @@ def route_experts(
         **overlap_options(x.device),
     )
     _choose_experts_kernel[(num_tokens,)](
-        *(ids, weights, parts, x, bias, slot_mapping),
+        *(ids, weights, parts, x, bias, logits_bias, slot_mapping),
         *(0 if slot_mapping is None else slot_mapping.shape[0], num_tokens, num_experts),
         *(routing.least_sum, routing.scale),
         TOP_K=routing.top_k,

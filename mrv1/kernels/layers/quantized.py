@@ -178,6 +178,15 @@ class QuantizedWeight:
             part["heads"] = self.heads[..., blocks, :]
         return self._with({**part, "order": None})
 
+    def at(self, index: int) -> QuantizedWeight:
+        """Return a view of one of several matrices, by its first index; without ``order``."""
+        parts: dict[str, Any] = {
+            name: each[index]
+            for name, each in self.tensors.items()
+            if name not in ("order", "input_scale")
+        }
+        return self._with(parts)
+
     def contiguous(self) -> QuantizedWeight:
         """Return the same weight with contiguous tensors, as ``linear`` takes it."""
         return self._with({name: each.contiguous() for name, each in self.tensors.items()})

@@ -8,6 +8,8 @@ SILU = tl.constexpr(1)
 """Kind of a gate: silu. 0 is no gate."""
 GELU_TANH = tl.constexpr(2)
 """Kind of a gate: gelu by tanh."""
+CLAMPED_SWIGLU = tl.constexpr(3)
+"""Kind of a gate: ``clamped_swiglu``."""
 TWO_ROOT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 """2 sqrt(2 / pi)."""
 
@@ -28,6 +30,14 @@ def gelu_tanh(x):
     is_least = x == -float("inf")
     twice_u = TWO_ROOT_TWO_OVER_PI * (x + 0.044715 * (x * x * x))
     return tl.where(is_least, -1.0, x) / (1.0 + tl.exp(-twice_u))
+
+
+@triton.jit
+def clamped_swiglu(gate, up, alpha, limit):
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` of float32 values within the limit."""
+    gate = tl.where(gate > limit, limit, gate)  # a NaN stays NaN
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
 @triton.jit
