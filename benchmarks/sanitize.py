@@ -35,6 +35,7 @@ from mrv1.device import device_info
 from mrv1.kernels import (
     Adapters,
     AllReduceBuffers,
+    ClampedSwiGLU,
     DecodePlan,
     HeadRole,
     KVScales,
@@ -356,7 +357,7 @@ def _route_experts(ops: ModuleType, device: torch.device) -> Outputs:
             kept_groups=groups // 2 or 1, renormalizes=True, num_shared=1,
         )  # fmt: skip
         router = _normal(24, 600, device=device).float() / 24
-        yield ops.route_experts(x, router, routing, bias, slot_mapping=slots)[1]
+        yield ops.route_experts(x, router, routing, bias, logits_bias=bias, slot_mapping=slots)[1]
 
 
 def _expert_linear(ops: ModuleType, device: torch.device) -> Outputs:
@@ -367,6 +368,16 @@ def _expert_linear(ops: ModuleType, device: torch.device) -> Outputs:
         yield ops.expert_linear(x, gates, ids, activation="silu_and_mul")
         yield ops.expert_linear(x, weight, ids, deterministic=True)
         yield ops.expert_linear(x, weight, ids, deterministic=True, leaves=8)
+    codes = torch.arange(7 * 80 * 48, device=device).view(7, 80, 48).to(torch.uint8)
+    experts = QuantizedWeight(
+        code="e2m1", codes=codes, scales=codes[..., :3] % 8 + 116, dtype=x.dtype,
+        inputs_per_scale=32,
+    )  # fmt: skip
+    bias = _normal(7, 2, 40, device=device)
+    for num_tokens in (2, 600):
+        x = _normal(num_tokens, 96, device=device)
+        ids = torch.arange(2 * num_tokens, dtype=torch.int32, device=device).view(-1, 2) % 7
+        yield ops.expert_linear(x, experts, ids, bias=bias, activation=ClampedSwiGLU())
 
 
 def _combine_experts(ops: ModuleType, device: torch.device) -> Outputs:

@@ -441,7 +441,7 @@ def test_an_order_of_inputs(device):
         zeros=weight.zeros[None], dtype=weight.dtype, order=weight.order, inputs_per_scale=128,
     ).to(device)  # fmt: skip
     ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="weight.order: expected None for experts"):
+    with pytest.raises(ValueError, match=r"weight\.order: expected None for exp"):
         kernels.expert_linear(torch.ones(2, 128, device=device), stacked, ids)
 
 
@@ -453,5 +453,5 @@ def test_numbers_of_an_activation(name):
 
 def test_an_unknown_activation(device):
     x, ids = torch.ones(2, 16, device=device), torch.ones(2, 1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="activation: expected None, 'silu_and_mul' or a ClampedSw"):
+    with pytest.raises(ValueError, match=r"activation: expected None, .silu_and_mul. or a C"):
         kernels.expert_linear(x, torch.ones(3, 8, 16, device=device), ids, activation="gelu")

@@ -86,12 +86,14 @@ def test_the_oracle_equals_a_loop(routing, has_bias, seed):
     dtype=st.sampled_from(DTYPES),
     has_wide_router=st.booleans(),
     has_bias=st.booleans(),
+    has_logits_bias=st.booleans(),
     as_on_gpu=st.booleans(),
     seed=seeds,
 )
 def test_routing_equals_the_oracle(
-    device, routing, num_tokens, num_in, dtype, has_wide_router, has_bias, as_on_gpu, seed
-):
+    device, routing, num_tokens, num_in, dtype, has_wide_router, has_bias, has_logits_bias,
+    as_on_gpu, seed,
+):  # fmt: skip
     """On a grid: every product and sum is exact, so near-ties of logits are ties."""
     router = torch.float32 if has_wide_router else dtype
     generator = torch.Generator().manual_seed(seed)
@@ -103,12 +105,14 @@ def test_routing_equals_the_oracle(
     x = in_a_wider_row(grid(num_tokens, num_in, dtype=dtype), 8, 16)
     weight = grid(routing.num_experts, num_in, dtype=router)
     bias = grid(routing.num_experts, dtype=torch.float32) if has_bias else None
+    added = grid(routing.num_experts, dtype=dtype) if has_logits_bias else None
     rounded = replace(routing, rounds_logits=bool(seed % 2))
+    options = {"logits_bias": added}
     with tiles("route_experts", as_on_gpu=as_on_gpu):
-        ids, weights = kernels.route_experts(x, weight, rounded, bias)
-    want_ids, want_weights = reference.route_experts(x, weight, rounded, bias)
+        ids, weights = kernels.route_experts(x, weight, rounded, bias, **options)
+    want_ids, want_weights = reference.route_experts(x, weight, rounded, bias, **options)
     # Scores of unlike logits may round to one score on one side only: compare what ranks.
-    logits = x.double() @ weight.double().T
+    logits = x.double() @ weight.double().T + (0 if added is None else added.double())
     if rounded.rounds_logits:
         logits = logits.to(dtype).double()
     if bias is None and routing.num_groups == 1:
@@ -184,6 +188,18 @@ def test_ties_go_to_the_lowest_id(device):
     torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3, device=device))
 
 
+def test_a_bias_of_logits_chooses_and_weighs(device):
+    """Softmax over the chosen logits is that over all of them, renormalized."""
+    routing = Routing(num_experts=6, top_k=2, renormalizes=True)
+    x, weight = normal((5, 16), torch.float32, device), normal((6, 16), torch.float32, device, 1)
+    added = normal((6,), torch.float32, device, 2) * 3
+    for op in (kernels.route_experts, reference.route_experts):
+        ids, weights = op(x, weight, routing, logits_bias=added)
+        top, want = (x @ weight.T + added).topk(2)
+        assert torch.equal(ids.long(), want)
+        torch.testing.assert_close(weights, top.softmax(-1), rtol=1e-5, atol=1e-6)
+
+
 def test_a_bias_chooses_but_does_not_weigh(device):
     routing = Routing(num_experts=4, top_k=1)
     x, weight = torch.ones(1, 16, device=device), torch.zeros(4, 16, device=device)
@@ -239,6 +255,7 @@ def test_sizes_that_contradict_each_other(change, message):
         ("weight", torch.ones(3, 16), ValueError, r"weight: expected shape \[4, 16\]"),
         ("weight", torch.ones(4, 16).half(), TypeError, "weight: expected dtype torch.float32"),
         ("bias", torch.ones(3), ValueError, r"bias: expected 4 values, got \[3\]"),
+        ("logits_bias", torch.ones(3), ValueError, r"logits_bias: expected shape \[4\], got \[3"),
         ("bias", torch.ones(4).half(), TypeError, "bias: expected dtype torch.float32"),
         ("slot_mapping", torch.ones(1, 2), TypeError, "slot_mapping: expected dtype torch.int64"),
     ],

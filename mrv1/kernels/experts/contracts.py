@@ -146,8 +146,7 @@ def check_expert_linear(
     is_gated = activation is not None
     if activation not in (None, "silu_and_mul") and not isinstance(activation, ClampedSwiGLU):
         raise ValueError(
-            "activation: expected None, 'silu_and_mul' or a ClampedSwiGLU, "
-            f"got {activation!r}"
+            f"activation: expected None, 'silu_and_mul' or a ClampedSwiGLU, got {activation!r}"
         )
     check_tensor("x", x, shape=(None, None), unit_last_stride=True)
     check = partial(check_tensor, device=x.device)

@@ -44,7 +44,6 @@ from mrv1.kernels.layers.silu import CLAMPED_SWIGLU, clamped_swiglu, silu
 from mrv1.kernels.layers.sum_order import check_leaves
 from mrv1.kernels.layers.widening import (
     Matrix,
-    codes_per_element,
     converts_e4m3,
     dense_values,
     matrix_arguments,
@@ -569,8 +568,7 @@ def expert_linear(
     pairs = sort_pairs(topk_ids, num_experts)
     max_tiles = min(num_pairs, num_pairs // config.tile_pairs + num_experts)
     _sorted_pairs_kernel[(max_tiles * row_tiles, leaves or 1)](
-        *(*given, pairs.order, pairs.starts, max_tiles, num_pairs, num_out, num_experts,
-          *more),
+        *(*given, pairs.order, pairs.starts, max_tiles, num_pairs, num_out, num_experts, *more),
         LEAVES=leaves or 1,
         SHARED=num_shared if leaves is not None else 0,
         EXPERTS=next_power_of_2(num_experts),
