@@ -3,9 +3,10 @@
 python -m benchmarks.experts OUTPUT.json [--tokens 1,8,32,64,256,4096] [--repeats 20]
 
 Tokens are routed by a random router, as evenly as a trained one routes them; the number of active
-experts stands beside its expectation. ``products`` are the two products with the routing given,
-``layer`` is all of it. Bytes are the weights of the active experts, each read once. vLLM computes
-its products and their weighted sum. Needs a GPU with bfloat16.
+experts stands beside its expectation. The experts of gpt-oss-20b are MXFP4 codes, with biases.
+``products`` are the two products with the routing given, ``layer`` is all of it. Bytes are the
+weights of the active experts, each read once. vLLM computes its products and their weighted sum.
+Needs a GPU with bfloat16.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
+from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +28,11 @@ from benchmarks.measure.shapes import shape_config
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from mrv1 import kernels
 from mrv1.device import resolve_device
-from mrv1.kernels import Routing, reference
+from mrv1.kernels import QuantizedWeight, Routing, reference
+from mrv1.kernels.experts.contracts import ExpertActivation
 from mrv1.provenance import provenance
 
-SHAPES = ("qwen3-30b-a3b", "ernie-21b-a3b")
+SHAPES = ("qwen3-30b-a3b", "ernie-21b-a3b", "gpt-oss-20b")
 NUM_SETS = 4
 """Inputs with routes of their own, in turns; one set of weights is many times a GPU's L2 cache."""
 MAX_ERROR = 0.01
@@ -43,17 +46,36 @@ class Layer(NamedTuple):
 
     routing: Routing
     router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | QuantizedWeight
+    down: torch.Tensor | QuantizedWeight
+    activation: ExpertActivation = "silu_and_mul"
+    logits_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert's weights, without biases."""
+        return (self.gate_up.nbytes + self.down.nbytes) // self.gate_up.shape[0]
 
     def products(self, x: torch.Tensor, ids: torch.Tensor, ops: Any) -> torch.Tensor:  # noqa: ANN401
         """Return the product of each pair of a token and an expert."""
-        activated = ops.expert_linear(x, self.gate_up, ids, activation="silu_and_mul")
-        return ops.expert_linear(activated, self.down, ids)  # type: ignore[no-any-return]
+        activated = ops.expert_linear(
+            x, self.gate_up, ids, bias=self.gate_up_bias, activation=self.activation
+        )
+        return ops.expert_linear(  # type: ignore[no-any-return]
+            activated, self.down, ids, bias=self.down_bias
+        )
+
+    def route(self, x: torch.Tensor, ops: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        """Return each token's experts and their weights."""
+        return ops.route_experts(  # type: ignore[no-any-return]
+            x, self.router, self.routing, logits_bias=self.logits_bias
+        )
 
     def run(self, x: torch.Tensor, hidden: torch.Tensor, ops: Any) -> torch.Tensor:  # noqa: ANN401
         """Return ``hidden`` plus the layer's result, as a step computes it."""
-        ids, weights = ops.route_experts(x, self.router, self.routing)
+        ids, weights = self.route(x, ops)
         return ops.combine_experts(  # type: ignore[no-any-return]
             self.products(x, ids, ops), weights, residual=hidden,
             norm_weight=torch.ones_like(hidden[0]), normed_out=torch.empty_like(hidden),
@@ -70,6 +92,17 @@ def make_layer(shape: str, device: torch.device) -> Layer:
     count = routing.num_experts + routing.num_shared
     new = partial(torch.randn, dtype=torch.bfloat16, device=device)
     router = new(routing.num_experts, hidden) * hidden**-0.5
+    if config.quantization is not None:
+        return Layer(
+            routing,
+            router,
+            random_codes(count, 2 * width, hidden, device),
+            random_codes(count, hidden, width, device),
+            experts.activation,
+            logits_bias=new(count) * 0.1,
+            gate_up_bias=new(count, width, 2).transpose(1, 2),
+            down_bias=new(count, hidden),
+        )
     return Layer(
         routing,
         router if routing.rounds_logits else router.float(),
@@ -78,15 +111,34 @@ def make_layer(shape: str, device: torch.device) -> Layer:
     )
 
 
+def random_codes(
+    num_experts: int, num_out: int, num_in: int, device: torch.device
+) -> QuantizedWeight:
+    """Return MXFP4 experts whose values are about ``num_in**-0.5``."""
+    lead = (num_experts, num_out)
+    exponent = 127 - round(log2(3.3 * num_in**0.5))  # codes have a root mean square of 3.3
+    new = partial(torch.randint, dtype=torch.uint8, device=device)
+    return QuantizedWeight(
+        code="e2m1",
+        codes=new(256, (*lead, num_in // 2)),
+        scales=new(exponent - 1, exponent + 2, (*lead, num_in // 32)),
+        inputs_per_scale=32,
+        dtype=torch.bfloat16,
+    )
+
+
 def peer_launches(
     layer: Layer, xs: list[torch.Tensor], routes: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[Callable[[], object]] | None:
-    """Return vLLM's products and their sum; None = vLLM is not installed."""
+    """Return vLLM's products and their sum; None = it has none, or is not installed."""
+    gate_up, down = layer.gate_up, layer.down
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        return None
     try:
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
     except ImportError:
         return None
-    gate_up, down = layer.gate_up.flatten(1, 2).contiguous(), layer.down.contiguous()
+    gate_up, down = gate_up.flatten(1, 2).contiguous(), down.contiguous()
     return [
         partial(fused_experts, x, gate_up, down, weights, ids)
         for x, (ids, weights) in zip(xs, routes, strict=True)
@@ -106,7 +158,7 @@ def measure_layer(
     xs = [new(num_tokens, hidden_size) for _ in range(NUM_SETS)]
     hidden = new(num_tokens, hidden_size)
     check(layer, xs[0][:CHECKED], hidden[:CHECKED])
-    routes = [kernels.route_experts(x, layer.router, layer.routing) for x in xs]
+    routes = [layer.route(x, kernels) for x in xs]
     variants: dict[str, list[Callable[[], object]] | None] = {
         "products": [
             partial(layer.products, x, ids, kernels)
@@ -123,12 +175,11 @@ def measure_layer(
     us = {name: timing.median_us for name, timing in measure(replays, repeats, device).items()}
     active = sum(ids.unique().numel() for ids, _ in routes) / NUM_SETS
     expected = active_experts(shape_config(shape), num_tokens) + layer.routing.num_shared
-    one = layer.gate_up[0].nbytes + layer.down[0].nbytes
     return {
         "us": us,
         "active_experts": active,
         "expected_experts": expected,
-        "bytes": active * one,
+        "bytes": active * layer.expert_bytes,
     }
 
 

@@ -40,7 +40,9 @@ KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
 LoadFormatName = Literal["auto", "dummy"]
-QuantizationName = Literal["fp8", "compressed-tensors", "gptq", "awq", "gguf", "dequantize"]
+QuantizationName = Literal[
+    "fp8", "compressed-tensors", "gptq", "awq", "mxfp4", "gguf", "dequantize"
+]
 AttentionBackendName = Literal["triton", "flashinfer"]
 SchedulingPolicyName = Literal["fcfs", "priority"]
 LogprobsModeName = Literal["raw_logprobs", "processed_logprobs"]

@@ -24,6 +24,7 @@ QUANTIZATIONS: dict[str, QuantizationName] = {
     "fbgemm_fp8": "fp8",
     **dict.fromkeys(("gptq", "gptq_marlin"), "gptq"),
     **dict.fromkeys(("awq", "awq_marlin"), "awq"),
+    **dict.fromkeys(("mxfp4", "gpt_oss_mxfp4"), "mxfp4"),
 }
 """vLLM's ``quantization``, which it also takes from a checkpoint -> mrv1's."""
 

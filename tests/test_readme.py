@@ -29,6 +29,7 @@ FAMILY_NAMES = {
     "MixtralForCausalLM": "Mixtral",
     "OlmoeForCausalLM": "OLMoE",
     "Glm4MoeForCausalLM": "GLM-4.5-Air",
+    "GptOssForCausalLM": "gpt-oss",
     "GlmForCausalLM": "GLM-4-9B",
     "Glm4ForCausalLM": "GLM-4-0414",
     "GraniteForCausalLM": "Granite 3",

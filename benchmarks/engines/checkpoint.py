@@ -61,7 +61,7 @@ def write_checkpoint(
 
     Args:
         folder: an existing directory.
-        config: a shape without windows and with the default rope, as all ``SHAPES`` are.
+        config: a shape in full precision.
         device: where the weights are made.
         dtype: dtype of every tensor.
         seed: as for ``random_weights``, which makes the same values.
@@ -86,6 +86,8 @@ def write_config(
 ) -> None:
     """Write only a checkpoint's ``config.json``, for ``load_format="dummy"``."""
     raw = _raw_config(config, dtype)
+    if config.quantization is not None:
+        raw["quantization_config"] = {"quant_method": config.quantization.method}
     if quantization is not None:
         raw["quantization_config"] = QUANTIZATIONS[quantization]
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
@@ -108,13 +110,36 @@ def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
         "tie_word_embeddings": config.tie_word_embeddings,
         "attention_bias": config.qkv_bias,
         "mlp_bias": config.mlp_bias,
-        "rope_parameters": {"rope_type": config.rope.rope_type, "rope_theta": config.rope.theta},
+        "rope_parameters": _raw_rope(config),
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
         **_raw_experts(config),
         **_raw_multipliers(config),
+        **_raw_windows(config),
     }
+
+
+def _raw_rope(config: ModelConfig) -> dict[str, object]:
+    """Return the settings of a default rope, or of yarn's."""
+    rope = config.rope
+    raw: dict[str, object] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rope_type == "yarn":
+        names = (
+            "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"
+        )  # fmt: skip
+        raw |= {name: getattr(rope, name) for name in names}
+    return raw
+
+
+def _raw_windows(config: ModelConfig) -> dict[str, object]:
+    """Return what a config.json says of windows, which some layers have."""
+    windows = {window for window in config.layer_windows if window != -1}
+    if not windows:
+        return {}
+    (window,) = windows
+    kinds = {window: "sliding_attention", -1: "full_attention"}
+    return {"sliding_window": window, "layer_types": [kinds[w] for w in config.layer_windows]}
 
 
 def _raw_multipliers(config: ModelConfig) -> dict[str, object]:

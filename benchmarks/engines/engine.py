@@ -81,7 +81,8 @@ class EngineBench(BenchOptions):
         """Where the weights come from, for the result."""
         if self.shape is None:
             return "checkpoint"
-        made_up = self.tensor_parallel_size > 1 or self.quantization is not None
+        has_codes = self.quantization is not None or shape_config(self.shape).quantization
+        made_up = self.tensor_parallel_size > 1 or has_codes
         return "dummy" if made_up else "random"
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 
 from mrv1.errors import ConfigError
-from mrv1.kernels import Routing
+from mrv1.kernels import ClampedSwiGLU, Routing
 from mrv1.models import ModelConfig, RopeConfig
 from mrv1.models.experts import ExpertsConfig
+from mrv1.models.quantization import MXFP4
 
 QWEN3_0_6B = ModelConfig(
     architecture="Qwen3ForCausalLM",
@@ -102,6 +103,40 @@ SHAPES = {
             intermediate_size=1536,
             layers=(False, *[True] * 27),
         ),
+    ),
+    "gpt-oss-20b": replace(
+        QWEN3_0_6B,
+        architecture="GptOssForCausalLM",
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_q_heads=64,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_model_len=131_072,
+        tie_word_embeddings=False,
+        qkv_bias=True,
+        o_bias=True,
+        qk_norm="none",
+        has_sinks=True,
+        rope=RopeConfig(
+            rope_type="yarn",
+            theta=150_000.0,
+            rotary_dim=64,
+            factor=32.0,
+            truncate=False,
+            original_max_position_embeddings=4096,
+        ),
+        layer_windows=(128, -1) * 12,
+        experts=ExpertsConfig(
+            routing=Routing(num_experts=32, top_k=4, renormalizes=True, rounds_logits=True),
+            intermediate_size=2880,
+            layers=(True,) * 24,
+            activation=ClampedSwiGLU(),
+            is_stacked=True,
+        ),
+        quantization=MXFP4(),
     ),
     "granite-3-8b": replace(
         QWEN3_0_6B,

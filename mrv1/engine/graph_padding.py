@@ -66,7 +66,7 @@ def token_flops(runner: ModelRunner) -> int:
     config = replace(runner.model.config, quantization=None)
     tensors = checkpoint_tensors(config, empty_weights(config, "meta", runner.model.dtype))
     layers = [each for name, each in tensors.items() if name.startswith("model.layers.")]
-    return 2 * sum(each.numel() for each in layers if each.ndim == 2)
+    return 2 * sum(each.numel() for each in layers if each.ndim > 1)
 
 
 def mixed_prefill_tokens(config: EngineConfig, runner: ModelRunner) -> int | None:

@@ -70,6 +70,8 @@ class Architecture:
     """Where ``sliding_window`` applies; ``layer_types`` names each layer's kind."""
     mrope: MRopeOrder = "none"
     """How M-RoPE's axes share the pairs; "none" = a token has one position."""
+    has_sinks: bool = False
+    """Whether each query head has a logit sink."""
     video_time: VideoTime | None = None
     """Time in a video's positions; None = a model of text alone."""
     has_encoder: bool = True
@@ -240,6 +242,26 @@ ARCHITECTURES: dict[str, Architecture] = {
             },
             intermediate_size="intermediate_size",
             has_experts=every_layer,
+        ),
+    ),
+    "GptOssForCausalLM": Architecture(
+        model_type="gpt_oss",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows="layer_types",
+        has_sinks=True,
+        experts=ExpertFamily(
+            routing={
+                "num_experts": "num_local_experts",
+                "top_k": "num_experts_per_tok",
+                "renormalizes": True,
+                "rounds_logits": True,
+            },
+            intermediate_size="intermediate_size",
+            has_experts=every_layer,
+            router="router",
+            clamps={"alpha": "swiglu_alpha", "limit": "swiglu_limit"},
+            is_stacked=True,
         ),
     ),
     "Gemma2ForCausalLM": Architecture(

@@ -42,8 +42,17 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
-        """Attend from ``[tokens, q_heads, head_dim]``; the cache has their keys already."""
+    def attend(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from ``[tokens, q_heads, head_dim]``; the cache has their keys already.
+
+        ``sinks`` are the layer's logit sinks, ``[q_heads]``; None = it has none.
+        """
         ...
 
 
@@ -81,6 +90,7 @@ class KernelBackend:
         dtype: torch.dtype,
         softmax_scale: float,
         soft_cap: float | None = None,
+        has_sinks: bool = False,
         deterministic: bool = False,
         shares_prefixes: bool = False,
     ) -> None:
@@ -90,6 +100,7 @@ class KernelBackend:
         self._softmax_scale = softmax_scale
         self._soft_cap = soft_cap or 0.0
         """Of scores; 0 = none."""
+        self._has_sinks = has_sinks
         self._deterministic = deterministic
         self._shares_prefixes = shares_prefixes
         self._planned: _Planned | None = None
@@ -179,10 +190,16 @@ class KernelBackend:
     def _layer(self, cache: LayerCache) -> PrefillLayer:
         return PrefillLayer(
             cache.layout, self._dtype, cache.page_format, self._num_q_heads,
-            plain_scores=not self._soft_cap,
+            plain_scores=not self._soft_cap and not self._has_sinks,
         )  # fmt: skip
 
-    def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Decode rows of one token, or all rows if all have the same 2 to 8; prefill others."""
         planned = self._planned
         if planned is None or planned.batch is not batch:
@@ -196,14 +213,16 @@ class KernelBackend:
             starts, splits = planned.prefill_start_loc, planned.splits
             try:
                 with self._beside_decodes():
-                    self._prefill(q[count:], batch, cache, count, starts, splits, out[count:])
-                self._decode(q[:count], batch, cache, count, plan, out[:count])
+                    self._prefill(
+                        q[count:], batch, cache, count, starts, splits, sinks, out[count:]
+                    )
+                self._decode(q[:count], batch, cache, count, plan, sinks, out[:count])
             finally:  # even if a launch fails: memory of ``out`` is reused on the current stream
                 self._join()
             return out
         if count:
-            return self._decode(q, batch, cache, count, plan)
-        return self._prefill(q, batch, cache, 0, batch.query_start_loc, planned.splits)
+            return self._decode(q, batch, cache, count, plan, sinks)
+        return self._prefill(q, batch, cache, 0, batch.query_start_loc, planned.splits, sinks)
 
     @contextmanager
     def _beside_decodes(self) -> Iterator[None]:
@@ -226,6 +245,7 @@ class KernelBackend:
         cache: LayerCache,
         num_rows: int,
         plan: DecodePlan | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._ops.paged_decode_attention(
@@ -237,6 +257,7 @@ class KernelBackend:
             cache.layout,
             softmax_scale=self._softmax_scale,
             logits_soft_cap=self._soft_cap,
+            sinks=sinks,
             query_len=batch.query_len or 1,
             deterministic=self._deterministic,
             plan=plan,
@@ -252,6 +273,7 @@ class KernelBackend:
         first_row: int,
         query_start_loc: torch.Tensor,
         splits: PrefillSplits | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         ranges = batch.attn_mask_offsets
@@ -265,6 +287,7 @@ class KernelBackend:
             cache.layout,
             softmax_scale=self._softmax_scale,
             logits_soft_cap=self._soft_cap,
+            sinks=sinks,
             max_query_len=batch.max_query_len,
             attn_mask_offsets=None if ranges is None else ranges[first_row:],
             splits=splits,

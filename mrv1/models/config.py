@@ -117,6 +117,8 @@ class ModelConfig:
     """Cap of attention's scores s, ``cap * tanh(s / cap)``; None = none."""
     logits_soft_cap: float | None = None
     """The same for logits."""
+    has_sinks: bool = False
+    """Whether each query head has a logit sink."""
     layer_windows: tuple[int, ...]
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()
@@ -173,6 +175,8 @@ class ModelConfig:
         """Names of fused tensors, and of experts in memory; None = a checkpoint has neither."""
         family = ARCHITECTURES[self.architecture]
         if self.experts is not None and family.experts is not None:
+            if family.experts.is_stacked:  # its names are the same in memory
+                return None
             names = ExpertNames if family.experts.visual is None else ModalExpertNames
             return names(self.experts, family.experts)
         if not family.fused and not family.renamed:

@@ -17,11 +17,12 @@ from mrv1.models.attention import AttentionBackend, KernelBackend
 from mrv1.models.batch import AttentionBatch, LayerCache
 from mrv1.models.config import ModelConfig
 from mrv1.models.expert_layer import VisualTokens, combine, route_tokens
+from mrv1.models.expert_weights import ExpertWeights
 from mrv1.models.lora import NO_LAYER, LoraWeights, TokenAdapters, add_embedding
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.products import Products
 from mrv1.models.rope import axes_of_columns, cos_sin_table
-from mrv1.models.weights import ExpertWeights, LayerWeights, ModelWeights, Weight
+from mrv1.models.weights import LayerWeights, ModelWeights, Weight
 
 
 class DecoderModel:
@@ -117,6 +118,7 @@ class DecoderModel:
             dtype=self.dtype,
             softmax_scale=self.softmax_scale,
             soft_cap=self.config.attention_soft_cap,
+            has_sinks=self.config.has_sinks,
             deterministic=self.deterministic,
             shares_prefixes=shares_prefixes,
         )
@@ -158,7 +160,7 @@ class DecoderModel:
             q = self._write_kv(qkv, layer, batch, ropes[index], cache)
             if on_kv_written is not None:
                 on_kv_written(index)
-            attended = backend.attend(q, batch, cache).flatten(1)
+            attended = backend.attend(q, batch, cache, layer.sinks).flatten(1)
             experts, norms = layer.experts, (layer.attention_out_norm, layer.mlp_norm)
             x = self._add(
                 hidden, attended, layer.o, *norms, normed=experts is not None,
@@ -431,7 +433,7 @@ class DecoderModel:
         if config is None:
             raise ValueError("experts: expected a model without them, got some")
         routed = route_tokens(
-            ops, x, experts, config.routing, batch.slot_mapping, visual,
+            ops, x, experts, config, batch.slot_mapping, visual,
             deterministic=deterministic,
         )  # fmt: skip
         next_norm = next_norm if self._norms_ahead(hidden) else None
@@ -439,13 +441,16 @@ class DecoderModel:
         if not parallel.sums_partials:
             normed = None if next_norm is None else torch.empty_like(hidden)
             combine(
-                ops, routed, self._leaves, deterministic=deterministic, residual=hidden,
-                out=hidden, norm_weight=next_norm, eps=eps, normed_out=normed,
+                ops, routed, self._leaves, adds_bias=True, deterministic=deterministic,
+                residual=hidden, out=hidden, norm_weight=next_norm, eps=eps, normed_out=normed,
             )  # fmt: skip
             return hidden if normed is None else normed
         dtype = torch.promote_types(hidden.dtype, torch.float32) if deterministic else hidden.dtype
         partial = torch.empty_like(hidden, dtype=dtype)
-        combine(ops, routed, self._leaves, deterministic=deterministic, out=partial)
+        combine(
+            ops, routed, self._leaves, adds_bias=parallel.rank == 0, deterministic=deterministic,
+            out=partial,
+        )  # fmt: skip
         if parallel.peers is not None:
             return self._sum_and_norm(partial, next_norm, out=hidden, residual=hidden)
         if deterministic:

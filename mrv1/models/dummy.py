@@ -12,7 +12,7 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import CodeName, QuantizedWeight
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.places import same
+from mrv1.models.places import Place, same
 from mrv1.models.quantization import ModulePart
 from mrv1.models.weights import (
     ModelWeights,
@@ -56,6 +56,12 @@ def dummy_weights(
             target.fill_(0.0 if name.endswith("bias") else 1.0)
             continue
         place.pad()
+        if target.dim() == 3:  # experts; inputs come before outputs
+            for expert in range(len(target)):
+                _, inputs, outputs = place.part
+                values = _uniform(f"{name}.{expert}", inputs, outputs, target.device)
+                place.fill(values[None] * _bound(place.shape[1]), expert)
+            continue
         rows, *columns = place.part
         step = max(CHUNK // place.shape[1], 1)
         for first in range(rows.start, rows.stop, step):
@@ -63,7 +69,10 @@ def dummy_weights(
             values = _uniform(name, part, columns[0], target.device) * _bound(place.shape[1])
             place.fill(values, first - rows.start)
     for _, module, weight in quantized_modules(own, weights, whole=config, parallel=parallel):
-        _make_codes(module, weight)
+        if weight.codes.dim() == 3:
+            _make_stack(module, weight, places[f"{module.name}_blocks"])
+        else:
+            _make_codes(module, weight)
     return weights
 
 
@@ -89,7 +98,12 @@ def made_up_tensors(
         if like is None:
             continue
         tensor = torch.empty(place.shape, dtype=like.dtype, device=device)
-        if tensor.dim() == 1 or name.endswith("bias"):
+        if tensor.dim() == 3:
+            for expert, own in enumerate(tensor):
+                inputs, outputs = (slice(0, size) for size in own.shape)
+                values = _uniform(f"{name}.{expert}", inputs, outputs, tensor.device)
+                own.copy_(values * _bound(place.shape[1]))
+        elif tensor.dim() == 1 or name.endswith("bias"):
             tensor.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             step, columns = max(CHUNK // place.shape[1], 1), slice(0, place.shape[1])
@@ -118,6 +132,18 @@ def _make_codes(module: ModulePart, weight: QuantizedWeight) -> None:
             tensor.fill_(value)
     if weight.order is not None:
         torch.arange(weight.num_in, out=weight.order)
+
+
+def _make_stack(module: ModulePart, weight: QuantizedWeight, blocks: Place) -> None:
+    """Fill the codes and exponents of experts, whose rows are stored in an order of their own."""
+    largest = LARGEST[weight.code]
+    for expert in range(len(weight.codes)):
+        name = f"{module.name}.{expert}.weight"
+        values = _uniform(name, module.rows, module.inputs, weight.device) * largest
+        codes = _coded(values.round_(), weight.code)
+        blocks.fill(codes.unflatten(1, (-1, blocks.shape[-1]))[None], expert)
+    if weight.scales is not None:
+        weight.scales.fill_(127 + floor(log2(_bound(module.shape[1]) / largest)))
 
 
 def _coded(values: torch.Tensor, code: CodeName) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from mrv1.kernels import Routing
 from mrv1.kernels.registry import Ops
 from mrv1.models.batch import AttentionBatch
-from mrv1.models.weights import ExpertWeights
+from mrv1.models.expert_weights import ExpertWeights
+from mrv1.models.experts import ExpertsConfig
 
 LEAF_BYTES = 2**29
 """Most bytes of deterministic products with experts that are kept at the same time."""
@@ -54,7 +54,7 @@ def route_tokens(
     ops: Ops,
     x: torch.Tensor,
     experts: ExpertWeights,
-    routing: Routing,
+    config: ExpertsConfig,
     slot_mapping: torch.Tensor,
     visual: VisualTokens | None,
     *,
@@ -64,15 +64,15 @@ def route_tokens(
 
     def route(own: ExpertWeights, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ops.route_experts(
-            x, own.router, routing, own.router_bias, slot_mapping=slots,
-            deterministic=deterministic,
+            x, own.router, config.routing, own.router_bias, logits_bias=own.logits_bias,
+            slot_mapping=slots, deterministic=deterministic,
         )  # fmt: skip
 
     ids, weights = route(experts, slot_mapping)
     sets = [(experts, ids)]
     if experts.visual is not None and visual is not None:
         visual_ids, visual_weights = route(experts.visual, visual.slot_mapping)
-        count = routing.top_k
+        count = config.routing.top_k
         visual_ids[:, count:] = -1
         ids[:, :count].masked_fill_(visual.mask, -1)
         routed = weights[:, :count]
@@ -84,8 +84,8 @@ def route_tokens(
                 own,
                 of_own,
                 ops.expert_linear(
-                    x, own.gate_up.movedim(1, 0), of_own, activation="silu_and_mul",
-                    deterministic=deterministic,
+                    x, own.gate_up_of_experts, of_own, bias=own.gate_up_bias,
+                    activation=config.activation, deterministic=deterministic,
                 ),
             )
             for own, of_own in sets
@@ -99,10 +99,13 @@ def combine(
     routed: RoutedTokens,
     leaves: int | None,
     *,
+    adds_bias: bool,
     deterministic: bool,
     **into: Any,  # noqa: ANN401 - arguments of combine_experts
 ) -> None:
     """Multiply by each expert's last matrix, and add up a token's products, as combine_experts.
+
+    ``adds_bias`` says whether this rank has the biases, which a sum over ranks has once.
 
     Deterministic products are of leaves, hence several for each pair, in float32: those of
     4,096 tokens would take gigabytes. So some tokens follow others, which changes no bits.
@@ -117,8 +120,9 @@ def combine(
         for experts, ids, activated in routed.parts:
             products = ops.expert_linear(
                 activated[first * num_chosen : (first + at_once) * num_chosen],
-                experts.down.movedim(1, 0),
+                experts.down_of_experts,
                 ids[tokens],
+                bias=experts.down_bias if adds_bias else None,
                 out=products,
                 deterministic=deterministic,
                 leaves=leaves,

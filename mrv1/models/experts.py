@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mrv1.errors import ConfigError
-from mrv1.kernels import Routing
-from mrv1.models.files import raise_problems
+from mrv1.kernels import ClampedSwiGLU, Routing
+from mrv1.kernels.experts.contracts import ExpertActivation
+from mrv1.models.files import not_positive, raise_problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,10 @@ class ExpertsConfig:
     text."""
     layers: tuple[bool, ...]
     """Per layer: whether it has experts."""
+    activation: ExpertActivation = "silu_and_mul"
+    """The activation of their gates."""
+    is_stacked: bool = False
+    """As in ``ExpertFamily``."""
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -61,6 +66,14 @@ class ExpertFamily:
     are none."""
     may_be_turned: bool = False
     """Whether checkpoints have an expert's inputs before its outputs where experts are fused."""
+    router: str = "gate"
+    """The name of the router, in the block."""
+    clamps: Mapping[str, str] | None = None
+    """The settings of a ``ClampedSwiGLU`` by its fields; None = the activation is SwiGLU."""
+    is_stacked: bool = False
+    """Whether experts and router have biases, and the experts of a layer are one tensor of each
+    kind: ``gate_up_proj`` [experts, hidden, 2 * width], gates and ups in turns, and ``down_proj``
+    [experts, width, hidden]."""
 
 
 _LAYER = re.compile(r"model\.layers\.\d+")
@@ -129,7 +142,20 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
         intermediate_size=widths[0],
         visual_size=None if family.visual is None else widths[1],
         layers=layers,
+        activation=_activation(text, family),
+        is_stacked=family.is_stacked,
     )
+
+
+def _activation(text: Any, family: ExpertFamily) -> ExpertActivation:  # noqa: ANN401
+    if family.clamps is None:
+        return "silu_and_mul"
+    settings = {field: getattr(text, name, None) for field, name in family.clamps.items()}
+    given = {field: value for field, value in settings.items() if value is not None}
+    raise_problems(
+        "experts", not_positive({family.clamps[field]: value for field, value in given.items()})
+    )
+    return ClampedSwiGLU(**given)
 
 
 class ExpertNames:

@@ -128,6 +128,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "mlp_bias": _flag(text, family.mlp_bias),
         "qk_norm": family.qk_norm if _flag(text, family.qk_norm_setting or True) else "none",
         "activation": family.activation,
+        "has_sinks": family.has_sinks,
         "norm_order": family.norm_order,
         "norms_add_one": family.norms_add_one,
         "rope_interleaved": family.rope_interleaved,

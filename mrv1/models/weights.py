@@ -12,6 +12,13 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight, inputs_problem
 from mrv1.models.architectures import ARCHITECTURES, NormOrder
 from mrv1.models.config import ModelConfig
+from mrv1.models.expert_weights import (
+    ExpertWeights,
+    empty_experts,
+    expert_tensors,
+    full_precision_modules,
+    quantized_experts,
+)
 from mrv1.models.files import raise_problems
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.places import FLOAT_DTYPES, Place, plus_one, same
@@ -82,31 +89,6 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertWeights:
-    """The experts of a layer, routed ones first, then shared ones; all are equally wide.
-
-    Shared experts are one MLP in a checkpoint. Their rows are neighbours here, too, so each of
-    its tensors fills one view.
-    """
-
-    router: torch.Tensor
-    """[routed, hidden], in the model's dtype or wider: see ``Routing.rounds_logits``."""
-    router_bias: torch.Tensor | None = None
-    """[routed] float32, or [1, routed]; None = none."""
-    gate_up: torch.Tensor
-    """[2, experts, intermediate, hidden]: all gates, then all ups."""
-    down: torch.Tensor
-    """[hidden, experts, intermediate]."""
-    visual: ExpertWeights | None = None
-    """Experts of tokens of images and videos, as many as are routed; None = they have the same."""
-
-    @property
-    def num_shared(self) -> int:
-        """Shared experts."""
-        return self.gate_up.shape[1] - len(self.router)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """One layer; a norm is ``[hidden]``, in the model's dtype, and None if the model lacks it.
 
@@ -121,6 +103,8 @@ class LayerWeights:
     """[head_dim], or [q_heads * head_dim] where all heads are one vector."""
     k_norm: torch.Tensor | None = None
     """[head_dim], or [kv_heads * head_dim]."""
+    sinks: torch.Tensor | None = None
+    """[q_heads] float32: the logit sink of each query head; None = there are none."""
     o: Weight
     """[hidden, q_heads * head_dim]."""
     attention_out_norm: torch.Tensor | None = None
@@ -178,6 +162,8 @@ class _Place(NamedTuple):
     columns: int | None = None
     """Columns of a ``Weight``; None = the field is a vector."""
     has_bias: bool = False
+    is_parameter: bool = False
+    """Whether the names are those of the tensors, which have no ``.weight``, and float32."""
 
 
 _OUT_NORMS = {
@@ -212,6 +198,9 @@ def _layer_places(config: ModelConfig, layer: int) -> dict[str, _Place]:
         for i in "qk":
             rows = config.head_dim if config.qk_norm == "head" else qkv[i]
             places[f"{i}_norm"] = _Place({f"self_attn.{i}_norm": rows})
+    if config.has_sinks:
+        sinks = {"self_attn.sinks": config.num_q_heads}
+        places["sinks"] = _Place(sinks, is_parameter=True)
     return {each.name: places[each.name] for each in fields(LayerWeights) if each.name in places}
 
 
@@ -222,68 +211,6 @@ def part_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[int, ...
         for name, place in _layer_places(config, layer).items()
         if place.columns is not None
     }
-
-
-def _empty_experts(
-    config: ModelConfig, device: torch.device | str, dtype: torch.dtype
-) -> ExpertWeights:
-    experts, family = config.experts, ARCHITECTURES[config.architecture].experts
-    if experts is None or family is None:
-        raise ValueError(f"config: expected a model with experts, got {config.architecture}")
-    routing, width = experts.routing, experts.intermediate_size
-    num_experts, bias = routing.num_experts + routing.num_shared, None
-    if family.bias is not None:
-        shape = (1,) * (family.bias_dims - 1) + (routing.num_experts,)
-        bias = torch.empty(shape, dtype=torch.float32, device=device)
-    router = dtype if routing.rounds_logits else torch.promote_types(dtype, torch.float32)
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def new(num_experts: int, width: int, visual: ExpertWeights | None = None) -> ExpertWeights:
-        return ExpertWeights(
-            router=empty(routing.num_experts, config.hidden_size, dtype=router),
-            router_bias=None if bias is None else torch.empty_like(bias),
-            gate_up=empty(2, num_experts, width, config.hidden_size),
-            down=empty(config.hidden_size, num_experts, width),
-            visual=visual,
-        )
-
-    visual = None
-    if experts.visual_size is not None:
-        visual = new(routing.num_experts, experts.visual_size)
-    return new(num_experts, width, visual)
-
-
-def _expert_tensors(
-    config: ModelConfig, experts: ExpertWeights, prefix: str
-) -> dict[str, torch.Tensor]:
-    """Return the tensor or view that each tensor of a layer's experts fills."""
-    family = ARCHITECTURES[config.architecture].experts
-    if family is None:
-        raise ValueError(f"config: expected a model with experts, got {config.architecture}")
-    block, num_routed = f"{prefix}.{family.block}", len(experts.router)
-    gate, up, down = family.parts
-    tensors = {}
-    sets = [(experts, "gate.weight", family.bias)]
-    if experts.visual is not None and family.visual is not None:
-        sets.append((experts.visual, *family.visual))
-    for first, (each, router, bias) in zip((0, num_routed), sets, strict=False):
-        tensors[f"{block}.{router}"] = each.router
-        if each.router_bias is not None:
-            tensors[f"{block}.{bias}"] = each.router_bias
-        for expert in range(num_routed):
-            name = f"{block}.experts.{first + expert}"
-            tensors[f"{name}.{gate}.weight"] = each.gate_up[0, expert]
-            tensors[f"{name}.{up}.weight"] = each.gate_up[1, expert]
-            tensors[f"{name}.{down}.weight"] = each.down[:, expert]
-    if experts.gate_up.shape[1] > num_routed:
-        name = f"{block}.shared_experts"
-        tensors[f"{name}.{gate}.weight"] = experts.gate_up[0, num_routed:].flatten(0, 1)
-        tensors[f"{name}.{up}.weight"] = experts.gate_up[1, num_routed:].flatten(0, 1)
-        first = num_routed * experts.down.shape[2]
-        tensors[f"{name}.{down}.weight"] = experts.down.flatten(1)[:, first:]
-    return tensors
 
 
 def empty_weights(
@@ -325,6 +252,8 @@ def empty_weights(
 
     def field(place: _Place, index: int) -> Any:  # noqa: ANN401 - a field of LayerWeights
         rows = sum(place.parts.values())
+        if place.is_parameter:
+            return torch.empty(rows, dtype=torch.float32, device=device)
         if place.columns is None:
             return norm(rows)
         bias = empty(rows) if place.has_bias else None
@@ -332,7 +261,9 @@ def empty_weights(
 
     def layer(index: int) -> LayerWeights:
         places = _layer_places(config, index)
-        experts = _empty_experts(config, device, dtype) if config.has_experts(index) else None
+        experts = None
+        if config.has_experts(index):
+            experts = empty_experts(config, index, device=device, dtype=dtype)
         return LayerWeights(
             **{name: field(place, index) for name, place in places.items()}, experts=experts
         )
@@ -411,7 +342,9 @@ def checkpoint_places(
             except ConfigError as error:
                 problems.append(str(error))
             else:
-                places |= {f"{module.name}.{last}": each for last, each in tensors.items()}
+                places |= {
+                    f"{module.name}{form.separator}{last}": each for last, each in tensors.items()
+                }
         raise_problems("quantization_config", problems)
     return places
 
@@ -445,12 +378,14 @@ def _plain_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     tensors["model.norm.weight"] = weights.final_norm
     for index, layer in enumerate(weights.layers):
         if layer.experts is not None:
-            tensors |= _expert_tensors(config, layer.experts, f"model.layers.{index}")
+            tensors |= expert_tensors(config, layer.experts, index)
         for field, place in _layer_places(config, index).items():
             filled, start = getattr(layer, field), 0
             for name, num_rows in place.parts.items():
                 stored, rows = f"model.layers.{index}.{name}", slice(start, start + num_rows)
-                if place.columns is None:
+                if place.is_parameter:
+                    tensors[stored] = filled[rows]
+                elif place.columns is None:
                     tensors[f"{stored}.weight"] = filled[rows]
                 elif _format(config, index, name) is None:
                     tensors[f"{stored}.weight"] = filled.rows(rows.start, rows.stop)
@@ -480,6 +415,10 @@ def quantized_modules(
             module = name.removesuffix(".weight")
             yield form, ModulePart(name=module, shape=shape, rows=rows, inputs=inputs), matrix
     for index, layer in enumerate(weights.layers):
+        if layer.experts is not None:
+            yield from quantized_experts(
+                config, layer.experts, index, whole=whole, parallel=parallel
+            )
         of_whole = _layer_places(whole, index)
         for field, place in _layer_places(config, index).items():
             start, columns = 0, of_whole[field].columns
@@ -505,10 +444,13 @@ def _check_quantized_modules(config: ModelConfig) -> None:
     if quantization.has_vocabulary:
         kinds = {}
     for index in range(config.num_layers):
-        if config.has_experts(index) and architecture.experts is not None:
-            block = f"model.layers.{index}.{architecture.experts.block}"
-            first = f"{block}.experts.0.{architecture.experts.parts[0]}"
-            kinds |= dict.fromkeys((f"{block}.gate", first), "Linear")
+        if config.has_experts(index):
+            kinds |= dict.fromkeys(full_precision_modules(config, index), "Linear")
+    if quantization.needs_stacks and (config.experts is None or not config.experts.is_stacked):
+        raise ConfigError(
+            f"quantization_config.quant_method: expected another than {quantization.method!r}, "
+            f"which is that of gpt-oss's experts, for {config.architecture}"
+        )
     where = "quantization" if quantization.quantizes else "quantization_config"
     advice = "list it in ignore or modules_to_not_convert if it is not"
     if quantization.quantizes:
@@ -535,14 +477,19 @@ def random_weights(
 
     Matrices are normal with standard deviation ``fan_in^-0.5``, so that activations and logits are
     about as large as a trained model's; norms are 1, biases 0. The values depend on ``seed`` and
-    the device type.
+    the device type. ConfigError: matrices are quantized; ``dummy_weights`` makes codes.
     """
+    if config.quantization is not None:
+        raise ConfigError(
+            "quantization: expected none for random weights, got "
+            f"{config.quantization.method}: load_format='dummy' makes codes"
+        )
     generator = torch.Generator(device).manual_seed(seed)
     weights = empty_weights(config, device, dtype)
     for name, tensor in checkpoint_tensors(config, weights).items():
         if name.endswith("bias"):
             tensor.zero_()
-        elif tensor.dim() == 2:
+        elif tensor.dim() > 1:
             tensor.normal_(0.0, tensor.shape[1] ** -0.5, generator=generator)
         else:
             tensor.fill_(1.0)

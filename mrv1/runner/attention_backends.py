@@ -75,6 +75,7 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
     )
     cap = model.config.attention_soft_cap
     require(cap is None, "scores without a soft cap", f"attention_soft_cap={cap}")
+    require(not model.config.has_sinks, "attention without logit sinks", "a model with them")
     page = (spec.num_kv_heads, spec.block_size, spec.head_dim)
     for layout in layouts:
         # FlashInfer's own plan takes a window, but no sink and no ring.
@@ -183,7 +184,13 @@ class FlashInferBackend:
             self._planned = torch.cuda.Event()
             self._planned.record()
 
-    def attend(self, q: torch.Tensor, batch: AttentionBatch, cache: LayerCache) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        batch: AttentionBatch,
+        cache: LayerCache,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the wrapper that was planned for each run of this layer's heads."""
         wrappers = self._decode if _is_decode(batch) else self._prefill
         if cache.scales is not None:

@@ -206,7 +206,7 @@ def _every_expert_product(step: DeviceStep) -> list[list[int]]:
         pair
         for each in (experts, experts.visual)
         if each is not None
-        for pair in ((each.gate_up.movedim(1, 0), True), (each.down.movedim(1, 0), False))
+        for pair in ((each.gate_up_of_experts, True), (each.down_of_experts, False))
     ]
 
     def choice(num_tokens: int) -> object:

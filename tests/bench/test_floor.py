@@ -116,6 +116,15 @@ def test_a_step_reads_the_experts_of_its_tokens():
     assert together - alone == pytest.approx(one * (active_experts(config, 32) - 8), abs=1)
 
 
+def test_a_step_reads_the_codes_of_its_tokens_experts():
+    """17 bytes for 32 weights, and biases in bfloat16."""
+    config = shape_config("gpt-oss-20b")
+    one = (3 * 2880 * 2880 * 17 // 32 + 2 * 3 * 2880) * 24
+    alone, together = (step_weight_bytes(config, torch.bfloat16, batch=n) for n in (1, 8))
+    more = active_experts(config, 8) - active_experts(config, 1)
+    assert together - alone == pytest.approx(one * more, abs=1)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_config_json_of_a_shape_says_what_the_shape_is(tmp_path: Path, name: str):
     write_config(tmp_path, SHAPES[name], SHAPES[name].torch_dtype)
@@ -123,8 +132,8 @@ def test_the_config_json_of_a_shape_says_what_the_shape_is(tmp_path: Path, name:
 
 
 def test_unknown_shape_is_refused():
-    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, granite-3-8b, "
-    names += "tiny-random, tiny-experts"
+    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, gpt-oss-20b, "
+    names += "granite-3-8b, tiny-random, tiny-experts"
     with pytest.raises(ConfigError, match=rf"shape: expected one of {names}, got"):
         shape_config("llama")
 

@@ -144,7 +144,7 @@ def _products(
         scales = pointer(torch.uint8) if code == "e2m1" else FLOAT32
     data = (FLOAT32 if leaves else pointer(dtype), pointer(dtype), num_in, *weight)
     is_clamped = name in CLAMPED
-    more = (pointer(dtype) if is_clamped else None,)
+    more = (pointer(dtype), 2 * num_out, 1, 2) if is_clamped else (None,) * 4
     more += (1.702, 7.0) if is_clamped and is_gated else (None, None)
     more += (scales, None, None, None, None)
     gate = CLAMPED_SWIGLU.value if is_clamped else 1

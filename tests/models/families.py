@@ -16,6 +16,7 @@ from transformers import (
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
     LlamaConfig,
@@ -54,6 +55,7 @@ FAMILIES: dict[str, type[PretrainedConfig]] = {
     "mixtral": MixtralConfig,
     "olmoe": OlmoeConfig,
     "glm4_moe": Glm4MoeConfig,
+    "gpt_oss": GptOssConfig,
     "glm": GlmConfig,
     "glm4": Glm4Config,
     "granite": GraniteConfig,
@@ -122,6 +124,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "use_qk_norm": True,
     },
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
 """Settings of a family's experts; each has a layer with them, and all but two a dense one."""
 
@@ -139,6 +142,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.25,
     },
     "gemma2": {"layer_types": ["full_attention"] * 2, "query_pre_attn_scalar": 24},
+    "gpt_oss": {"layer_types": ["full_attention"] * 2},
     "granite": {
         "embedding_multiplier": 1.5, "attention_multiplier": 0.2, "residual_multiplier": 0.7,
         "logits_scaling": 1.25,
@@ -213,6 +217,16 @@ ODD: dict[str, list[dict[str, Any]]] = {
             "head_dim": 16,
         },
     ],
+    "gpt_oss": [
+        {
+            "attention_bias": False, "tie_word_embeddings": True, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "sliding_window": 9, "head_dim": 48, "swiglu_alpha": 0.9, "swiglu_limit": 0.5,
+            "rope_parameters": ROPES["yarn"] | {
+                "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0,
+            },
+        },
+    ],
     "gemma2": [
         {
             "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 3,
@@ -251,6 +265,7 @@ ODD: dict[str, list[dict[str, Any]]] = {
 """Every setting of a family that changes what it computes, with another value than usual."""
 
 SLIDING: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24},
     "gemma3_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 24,

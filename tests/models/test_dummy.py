@@ -145,6 +145,7 @@ def test_made_up_weights_spread_tokens_over_experts_as_chance_does(tmp_path, mon
     num_experts, top_k, batch = 64, 4, 16
     counts = {
         "ernie4_5_moe": {"moe_num_experts": num_experts, "moe_k": top_k},
+        "gpt_oss": {"num_local_experts": num_experts, "num_experts_per_tok": top_k},
         "qwen3_moe": {"num_experts": num_experts, "num_experts_per_tok": top_k},
         "mixtral": {"num_local_experts": num_experts, "num_experts_per_tok": top_k},
         "olmoe": {"num_experts": num_experts, "num_experts_per_tok": top_k},

@@ -41,6 +41,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "qwen3_moe": [{}, {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}],
     "mixtral": [{}],
     "olmoe": [{}, {"norm_topk_prob": True}],
+    "gpt_oss": [{}],
     "glm4_moe": [
         {},
         {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "use_qk_norm": False},
@@ -105,7 +106,7 @@ def test_chosen_experts_equal_those_of_transformers(tmp_path, monkeypatch, famil
     model = save_checkpoint(tmp_path, tiny_config(family)).double()
     chosen: list[torch.Tensor] = []
     for name, module in model.named_modules():
-        if name.endswith((".mlp.gate", ".block_sparse_moe.gate")):
+        if name.endswith((".mlp.gate", ".block_sparse_moe.gate", ".mlp.router")):
             module.register_forward_hook(lambda *args: chosen.append(args[-1][2]))
     expected_logits(model, PROMPT)
     ops, found = select_ops("reference"), []

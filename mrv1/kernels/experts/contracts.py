@@ -185,7 +185,7 @@ def check_expert_linear(
             )
     if bias is not None:
         shape = (num_experts, 2, num_out) if is_gated else (num_experts, num_out)
-        check("bias", bias, shape=shape, dtype=x.dtype, contiguous=True)
+        check("bias", bias, shape=shape, dtype=x.dtype)
     if out is not None:
         of_leaves = () if leaves is None else (leaves,)
         dtype = x.dtype if leaves is None else torch.promote_types(x.dtype, torch.float32)
@@ -198,8 +198,8 @@ def _check_experts(
 ) -> tuple[int, int]:
     """Raise unless a weight is as ``expert_linear`` says; return experts and columns."""
     if isinstance(weight, torch.Tensor):
-        shape = (None, 2, None, x.shape[1]) if is_gated else (None, None, x.shape[1])
-        check_tensor("weight", weight, shape=shape, dtype=x.dtype, device=x.device,
+        expected = (None, 2, None, x.shape[1]) if is_gated else (None, None, x.shape[1])
+        check_tensor("weight", weight, shape=expected, dtype=x.dtype, device=x.device,
                      unit_last_stride=True)  # fmt: skip
         if weight.numel() == 0:
             raise ValueError(f"weight: expected at least one expert, row and column, "
@@ -207,8 +207,10 @@ def _check_experts(
         return weight.shape[0], weight.shape[-2]
     shape, num_halves = tuple(weight.shape), 2 if is_gated else 1
     if len(shape) != 3 or shape[2] != x.shape[1] or shape[1] % num_halves:
-        expected = f"[any, {'2 * any' if is_gated else 'any'}, {x.shape[1]}]"
-        raise ValueError(f"weight: expected codes of shape {expected}, got {list(shape)}")
+        rows = "2 * any" if is_gated else "any"
+        raise ValueError(
+            f"weight: expected codes of shape [any, {rows}, {x.shape[1]}], got {list(shape)}"
+        )
     if weight.dtype != x.dtype:
         raise TypeError(f"weight: expected codes of {x.dtype} values, got {weight.dtype}")
     if weight.order is not None:

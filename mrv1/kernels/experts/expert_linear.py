@@ -195,6 +195,8 @@ def _multiply(
     expert,
     first_in,  # of the leaf; only of codes
     bias_ptr,  # of the expert, or None
+    stride_bias_half,
+    stride_bias_out,
     has_bias,  # whether it is added; None = it is
     alpha,
     limit,
@@ -257,14 +259,16 @@ def _multiply(
         halves = tl.permute(tl.reshape(y, [y.shape[0], 2, TILE_OUT]), (0, 2, 1))
         gate, up = tl.split(halves)
         if bias_ptr is not None:
-            gate += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
-            up += tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0).to(tl.float32)
+            bias_ptr += col * stride_bias_out
+            gate += tl.load(bias_ptr, mask=col < num_out, other=0.0).to(tl.float32)
+            bias_ptr += stride_bias_half
+            up += tl.load(bias_ptr, mask=col < num_out, other=0.0).to(tl.float32)
         y = clamped_swiglu(gate, up, alpha, limit) if GATED == CLAMPED_SWIGLU else silu(gate) * up
     elif bias_ptr is not None:
         is_added = col < num_out
         if has_bias is not None:
             is_added = is_added & has_bias
-        y += tl.load(bias_ptr + col, mask=is_added, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + col * stride_bias_out, mask=is_added, other=0.0).to(tl.float32)
     inside = is_pair & (col < num_out)
     tl.store(out_ptr + pair * num_out + col, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -281,7 +285,10 @@ def _few_pairs_kernel(
     ids_ptr,  # [num_pairs] int32, -1 = no expert
     num_pairs,
     num_out,
-    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None
+    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None, as its strides
+    stride_bias_expert,
+    stride_bias_half,  # from gates to ups, 0 without
+    stride_bias_out,
     alpha,  # of a ClampedSwiGLU, else None
     limit,
     scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
@@ -323,12 +330,12 @@ def _few_pairs_kernel(
     if CODE is None:
         weight_ptr += expert.to(tl.int64) * stride_weight_expert
     if bias_ptr is not None:
-        bias_ptr += expert.to(tl.int64) * (2 * num_out if GATED else num_out)
+        bias_ptr += expert.to(tl.int64) * stride_bias_expert
     for place in range(0, count, TILE_PAIRS):
         _multiply(
             out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row,
             _pair_at(is_own, lane, place, TILE_PAIRS), first_out, num_out, None,
-            expert, 0, bias_ptr, None, alpha, limit,
+            expert, 0, bias_ptr, stride_bias_half, stride_bias_out, None, alpha, limit,
             scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
             PAIRS_PER_ROW, IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
             CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
@@ -350,7 +357,10 @@ def _sorted_pairs_kernel(
     num_pairs,
     num_out,
     num_experts,
-    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None
+    bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None, as its strides
+    stride_bias_expert,
+    stride_bias_half,  # from gates to ups, 0 without
+    stride_bias_out,
     alpha,  # of a ClampedSwiGLU, else None
     limit,
     scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
@@ -399,7 +409,7 @@ def _sorted_pairs_kernel(
     if CODE is None:
         weight_ptr += expert.to(tl.int64) * stride_weight_expert
     if bias_ptr is not None:
-        bias_ptr += expert.to(tl.int64) * (2 * num_out if GATED else num_out)
+        bias_ptr += expert.to(tl.int64) * stride_bias_expert
     end = None
     has_bias = None
     first_in = 0
@@ -420,7 +430,7 @@ def _sorted_pairs_kernel(
     _multiply(
         out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row, pair,
         tl.program_id(0) // max_tiles * TILE_OUT, num_out, end,
-        expert, first_in, bias_ptr, has_bias, alpha, limit,
+        expert, first_in, bias_ptr, stride_bias_half, stride_bias_out, has_bias, alpha, limit,
         scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
         PAIRS_PER_ROW, LEAF_IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES,
         CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
@@ -486,7 +496,7 @@ def expert_linear(
             scale are as ``linear`` takes them.
         topk_ids: [tokens, chosen] int32, contiguous: the experts of each token, no expert twice;
             -1 = none. Ids are not checked.
-        bias: [experts, n], with an activation [experts, 2, n], x's dtype, contiguous: added to
+        bias: [experts, n], with an activation [experts, 2, n], x's dtype: added to
             each product. With leaves the first one has it.
         activation: ``"silu_and_mul"``: the result is ``silu(gate) * up``; or a
             ``ClampedSwiGLU``.
@@ -556,7 +566,10 @@ def expert_linear(
             *(out, *with_strides(x, 1)),
             *(weight, weight.stride(0), stride_half, weight.stride(-2)),
         )
-    more = (bias, *numbers, *others)
+    strides: tuple[int | None, ...] = (None, None, None)
+    if bias is not None:
+        strides = bias.stride(0), bias.stride(1) if is_gated else 0, bias.stride(-1)
+    more = (bias, *strides, *numbers, *others)
     if not config.is_sorted:
         _few_pairs_kernel[(num_pairs if by_pair else num_experts, row_tiles)](
             *(*given, topk_ids, num_pairs, num_out, *more),
@@ -580,7 +593,7 @@ def expert_linear(
 def _gate(activation: ExpertActivation | None) -> int:
     """Return what kernels call an activation."""
     if isinstance(activation, ClampedSwiGLU):
-        return CLAMPED_SWIGLU.value
+        return int(CLAMPED_SWIGLU.value)
     return GATES[activation]
 
 

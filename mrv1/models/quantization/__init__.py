@@ -14,11 +14,13 @@ from mrv1.models.quantization.formats import (
     zero_problem,
 )
 from mrv1.models.quantization.gguf import GGUFBlocks
+from mrv1.models.quantization.mxfp4 import MXFP4
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.reading import as_asked, read_quantization
 from mrv1.models.quantization.scheme import Quantization
 
 __all__ = [
+    "MXFP4",
     "GGUFBlocks",
     "ModuleFormat",
     "ModulePart",

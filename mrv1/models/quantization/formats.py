@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
+from typing import ClassVar
 
 import torch
 
@@ -71,6 +72,8 @@ class ModuleFormat(ABC):
     """Whether inputs are stored in an order of their own."""
     activations: Activations | None = None
     """How the checkpoint quantizes inputs to e4m3."""
+    separator: ClassVar[str] = "."
+    """What stands between the names of a module and of its tensors."""
 
     @abstractmethod
     def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:

@@ -14,6 +14,7 @@ Source: transformers 5 (FineGrainedFP8Config, FbgemmFp8Config, ``should_convert_
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,6 +41,11 @@ _RENAMED = {"weight_scale": SCALE, "input_scale": INPUT_SCALE}
 """Other names of a module's tensors."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 """The end of a part between dots, which a name that is skipped ends at."""
+
+
+def is_skipped(name: str, skipped: Iterable[str]) -> bool:
+    """Whether ``modules_to_not_convert`` has a module of this name."""
+    return any(name.endswith(each) or re.match(f"(?:{each}){_BOUNDARY}", name) for each in skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +101,7 @@ class FP8(Quantization):
     def holds(self, name: str, kind: str) -> bool:
         """Whether a linear module is not skipped; embeddings are never quantized."""
         own = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
-        return kind == "Linear" and not any(
-            own.endswith(each) or re.match(f"(?:{each}){_BOUNDARY}", own) for each in self.skipped
-        )
+        return kind == "Linear" and not is_skipped(own, self.skipped)
 
     def module(self, name: str) -> FP8Format | None:
         """Return the format of a linear module."""

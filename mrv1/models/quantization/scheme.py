@@ -22,6 +22,8 @@ class Quantization(ABC):
     quantizes: ClassVar[bool] = False
     """Whether the checkpoint is in full precision, and is quantized while it loads."""
 
+    needs_stacks: ClassVar[bool] = False
+    """Whether it is one of the stacks of experts, as gpt-oss has them."""
     has_zero_biases: ClassVar[bool] = False
     """Whether quantized modules are stored with biases, of zeros, also where a model has none."""
 
@@ -71,6 +73,10 @@ class _OfLayers(Quantization):
     @property
     def quantizes(self) -> bool:  # type: ignore[override]
         return self.every.quantizes
+
+    @property
+    def needs_stacks(self) -> bool:  # type: ignore[override]
+        return self.every.needs_stacks
 
     @property
     def formats(self) -> tuple[ModuleFormat, ...]:
