@@ -55,6 +55,8 @@ BLOCK_SIZES = (16, 32, 64, 128)
 """Tokens per KV block that the kernels accept."""
 MAX_DRAFTS = 7
 """Most drafts of a request in a step."""
+MAX_LORA_RANK = 512
+"""Largest ``max_lora_rank``, vLLM's."""
 UNLIMITED = -1
 """The value of ``max_logprobs`` that sets no limit."""
 DEFAULT_PROMPT_LOOKUP = 5
@@ -344,6 +346,14 @@ class EngineConfig:
     ] = 0
     """Most drafts of a request, up to 7, in a step with drafts that runs as a CUDA graph (see
     ``StepPlan.draft_token_ids``). 0: none is captured; steps with drafts launch each kernel."""
+    enable_lora: bool = False
+    """Take requests with a LoRA adapter (``lora_request``). Its matrices, of every slot, take part
+    of ``gpu_memory_utilization``; steps in which no request has one run without them."""
+    max_loras: Count = 1
+    """Most adapters of the requests that run at the same time: slots on the device. A request
+    whose adapter has no slot waits, and those that came after it."""
+    max_lora_rank: Annotated[int, integers(1, MAX_LORA_RANK)] = 16
+    """Largest rank of an adapter, up to 512: what a slot has room for."""
     compile_processes: Annotated[int | None, counts(0)] = field(
         default_factory=VARIABLES[COMPILE_PROCESSES_VARIABLE]
     )

@@ -198,11 +198,13 @@ OPTIONS = _named(
      _not_here("see `max_num_seqs` and `long_prefill_token_threshold`", 1)),
     ("max_num_queued_reqs max_num_queued_tokens",
      _not_here("`AsyncLLM` has max_num_queued_reqs")),
-    ("enable_lora max_loras max_lora_rank", _not_here("merge the adapter into the weights")),
-    ("default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules "
-     "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
-     "enable_moe_shared_loras max_lora_cls_labels",
-     _not_here("no option of adapters", "auto")),
+    ("enable_lora max_loras", _same()),
+    ("max_lora_rank", _same("any rank up to 512")),
+    ("fully_sharded_loras max_cpu_loras specialize_active_lora",
+     _no_op("adapters are divided as the weights are, and stay in host memory until removed")),
+    ("default_mm_loras lora_dtype lora_target_modules enable_tower_connector_lora "
+     "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
+     _not_here("an adapter has the model's dtype, and modules of its text alone", "auto")),
     ("spec_method spec_model spec_tokens watermark_config",
      _not_here("see `speculative_config`")),
     ("reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin",
@@ -279,7 +281,7 @@ OUTPUT = _named(
     ("prompt_token_ids prompt_logprobs outputs token_ids logprobs", _same("a tuple")),
     ("metrics", _same("times on the clock of time.perf_counter, and counts")),
     ("spec_decode_metrics", _other("metrics", "num_draft_tokens and num_accepted_tokens")),
-    ("lora_request", _not_here("no adapter is loaded")),
+    ("lora_request", _not_here("the caller has given it")),
     ("encoder_prompt encoder_prompt_token_ids", _not_here("models are decoders alone")),
     ("num_cache_creation_tokens", _not_here("see num_cached_tokens and LLM.kv_report")),
     ("prompt_token_id_logprobs", _not_here("see prompt_logprobs")),

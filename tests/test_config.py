@@ -294,7 +294,7 @@ def is_valid(name: str, value: object) -> bool:
             "max_draft_tokens", "compile_processes",
         }:  # fmt: skip
             least = 0
-        most = 7 if name == "max_draft_tokens" else 2**bits - 1
+        most = {"max_draft_tokens": 7, "max_lora_rank": 512}.get(name, 2**bits - 1)
         is_zero = name == "max_logprobs" and type(value) is int and value == 0
         return type(value) is int and least <= value <= most and not is_zero
     if kind == "bool":

@@ -15,7 +15,7 @@ from typing import Any
 
 from mrv1.cli.console import STANDARD, counting_bar
 from mrv1.cli.report import Usage
-from mrv1.engine import LLM, CompletionOutput, Logprob, RequestOutput
+from mrv1.engine import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
 from mrv1.engine.prompts import MULTIMODAL_KEYS, PROMPT_KEYS
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.integrations.llguidance import StructuredOutputsParams
@@ -157,13 +157,18 @@ def _token_id(key: str) -> int:
 
 
 def run_batch(
-    llm: LLM, lines: Sequence[Line], write: Callable[[str], object], usage: Usage
+    llm: LLM,
+    lines: Sequence[Line],
+    write: Callable[[str], object],
+    usage: Usage,
+    lora: LoRARequest | None = None,
 ) -> dict[int, Mrv1Error]:
     """Generate for all lines at once; return each failed line's number and error.
 
     Results are written in the order of the input, each as soon as those before it are: an
     interruption loses a finished result only if an earlier line is unfinished. ``write`` is called
-    with each result, one line of text; ``usage`` counts tokens and times.
+    with each result, one line of text; ``usage`` counts tokens and times. ``lora`` is the adapter
+    of all lines.
     """
     errors: dict[int, Mrv1Error] = {}
     records: dict[int, dict[str, Any]] = {}
@@ -186,7 +191,7 @@ def run_batch(
         task = progress.add_task("generate", total=len(lines))
         line_of_id = {}
         for line in lines:
-            error = line.error or _add(llm, line)
+            error = line.error or _add(llm, line, lora)
             if error is None:
                 line_of_id[str(line.number)] = line
             else:
@@ -200,7 +205,7 @@ def run_batch(
     return dict(sorted(errors.items()))
 
 
-def _add(llm: LLM, line: Line) -> RequestError | None:
+def _add(llm: LLM, line: Line, lora: LoRARequest | None) -> RequestError | None:
     """Queue a line with its number as request id; return the error if ``llm`` refuses it."""
     prompt = line.prompt or {}
     try:
@@ -210,7 +215,11 @@ def _add(llm: LLM, line: Line) -> RequestError | None:
             items = {key: prompt[key] for key in MULTIMODAL_KEYS if key in prompt}
             prompt = {"prompt": llm.chat_prompt(prompt["messages"]), **items}
         llm.add_request(
-            prompt, line.params or SamplingParams(), request_id=str(line.number), **line.order
+            prompt,
+            line.params or SamplingParams(),
+            request_id=str(line.number),
+            lora_request=lora,
+            **line.order,
         )
     except RequestError as error:
         return error

@@ -16,9 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from mrv1.cli.console import FAILURE, say, show
-from mrv1.cli.generate import Engine, check_sampling, sampling_options, with_defaults
+from mrv1.cli.generate import (
+    Engine,
+    Lora,
+    adapter_of,
+    check_sampling,
+    sampling_options,
+    with_defaults,
+)
 from mrv1.cli.options import command
-from mrv1.engine import LLM, RequestOutput
+from mrv1.engine import LLM, LoRARequest, RequestOutput
 from mrv1.engine.chat import ChatOptions
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
 from mrv1.sampler import SamplingParams
@@ -66,6 +73,7 @@ class Session:
     llm: LLM
     params: SamplingParams
     options: ChatOptions = field(default_factory=ChatOptions)
+    lora: LoRARequest | None = None
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     """The messages after the system message."""
@@ -95,7 +103,9 @@ class Session:
             with (
                 _interruptible() as interrupts,
                 closing(
-                    self.llm.stream_chat(self._messages(), self.params, **self.options)
+                    self.llm.stream_chat(
+                        self._messages(), self.params, lora_request=self.lora, **self.options
+                    )
                 ) as stream,
             ):
                 for output in stream:
@@ -224,6 +234,7 @@ def chat(
             "writes them; without effect before transformers 5.20.",
         ),
     ] = True,
+    lora: Lora = None,
 ) -> None:
     """Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends.
 
@@ -240,12 +251,16 @@ def chat(
             import readline  # noqa: F401
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # fails one message, not the program
+    adapter = adapter_of(lora, engine)
     with LLM(model, **engine) as llm:
+        if adapter is not None:
+            llm.add_lora(adapter)
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         session = Session(
             llm,
             params,
             ChatOptions(chat_template=template, sanitize_control_tokens=sanitize_control_tokens),
+            adapter,
         )
         session.set_system(system)
         say(llm.describe())

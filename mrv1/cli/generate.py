@@ -26,7 +26,7 @@ from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import OF_CHECKPOINT
 
 if TYPE_CHECKING:
-    from mrv1.engine import LLM
+    from mrv1.engine import LLM, LoRARequest
 
 MAX_TOKENS = 128
 """``max_tokens`` if neither an option nor the model says otherwise; vLLM's 16 is short to read."""
@@ -50,6 +50,16 @@ def sampling_options(max_tokens: int, of_what: str = "") -> FieldsOf:
 
 Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS)]
 Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", without=("seed",))]
+
+
+Lora = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME=PATH",
+        help="LoRA adapter to use: its name and the folder that PEFT has written. It turns "
+        "--enable-lora on.",
+    ),
+]
 
 
 @command
@@ -84,6 +94,7 @@ def generate(
         ),
     ] = None,
     stream: Annotated[bool, typer.Option(help="Print the text as it is generated.")] = True,
+    lora: Lora = None,
 ) -> None:
     """Continue a prompt, or every prompt of a JSONL file.
 
@@ -95,15 +106,29 @@ def generate(
     if image and prompt is None:
         raise ConfigError("--image: expected with --prompt TEXT, got --input FILE")
     check_sampling(sampling)
+    adapter = adapter_of(lora, engine)
     if prompt is not None:
-        _generate_one(model, prompt, image or (), sampling, engine, stream=stream)
+        _generate_one(model, prompt, image or (), sampling, engine, stream=stream, lora=adapter)
     elif input_file is not None and output_file is not None:
-        _generate_batch(model, input_file, output_file, sampling, engine)
+        _generate_batch(model, input_file, output_file, sampling, engine, adapter)
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
     """Raise a ``RequestError`` for a wrong option, before a model is loaded."""
     SamplingParams(**{"max_tokens": None} | sampling)
+
+
+def adapter_of(text: str | None, engine: dict[str, Any]) -> LoRARequest | None:
+    """Return what --lora says, and let the engine take adapters; ConfigError: no NAME=PATH."""
+    if text is None:
+        return None
+    from mrv1.engine import LoRARequest
+
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--lora: expected NAME=PATH, got {text!r}")
+    engine["enable_lora"] = True
+    return LoRARequest(name, 1, path)
 
 
 def with_defaults(llm: LLM, sampling: dict[str, Any], *, max_tokens: int) -> dict[str, Any]:
@@ -130,6 +155,7 @@ def _generate_one(
     engine: dict[str, Any],
     *,
     stream: bool,
+    lora: LoRARequest | None,
 ) -> None:
     """Print the continuation of one prompt to stdout, as it comes or at the end."""
     from mrv1.cli.report import Usage, path_name
@@ -137,6 +163,8 @@ def _generate_one(
 
     with LLM(model, **engine) as llm:
         say(llm.describe())
+        if lora is not None:
+            llm.add_lora(lora)
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         typer.echo(prompt, err=True, nl=False)
         usage = Usage(llm)
@@ -144,7 +172,8 @@ def _generate_one(
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
         text = ""
         try:
-            for output in llm.stream(llm.chat_prompt(messages) if images else prompt, params):
+            asked = llm.chat_prompt(messages) if images else prompt
+            for output in llm.stream(asked, params, lora_request=lora):
                 usage.observe([output])
                 if stream or output.finished:
                     show(output.outputs[0].text[len(text) :], newline=False)
@@ -162,6 +191,7 @@ def _generate_batch(
     output_file: Path,
     sampling: dict[str, Any],
     engine: dict[str, Any],
+    lora: LoRARequest | None,
 ) -> None:
     """Write the result of every line, and list the lines that failed."""
     from mrv1.cli.batch import parse_lines, read_input, run_batch
@@ -171,6 +201,8 @@ def _generate_batch(
     content = read_input(input_file)
     with LLM(model, **engine) as llm:
         say(llm.describe())
+        if lora is not None:  # a wrong one fails here, not once for each line
+            llm.add_lora(lora)
         sampling = with_defaults(llm, sampling, max_tokens=MAX_TOKENS)
         SamplingParams(**sampling)  # reports a wrong combination once, not per line
         lines = parse_lines(content, sampling)
@@ -184,7 +216,7 @@ def _generate_batch(
                     target.write(line)
                     target.flush()
 
-            errors = run_batch(llm, lines, write, usage)
+            errors = run_batch(llm, lines, write, usage, lora)
         say(usage.line(path_name(engine["device"])))
     for number, message in errors.items():
         say(f"error: line {number}: {message}")

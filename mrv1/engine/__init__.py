@@ -1,5 +1,6 @@
 """Requests, scheduling, blocks and outputs: pure host code."""
 
+from mrv1.engine.adapters import LoRARequest
 from mrv1.engine.async_llm import AsyncLLM
 from mrv1.engine.core import EngineCore
 from mrv1.engine.llm import LLM
@@ -11,6 +12,7 @@ __all__ = [
     "AsyncLLM",
     "CompletionOutput",
     "EngineCore",
+    "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

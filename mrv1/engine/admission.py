@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mrv1.engine.adapters import AdapterSlots
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.prefix_cache import PrefixCache
@@ -21,6 +22,7 @@ from mrv1.engine.waiting_queue import PriorityQueue, WaitingQueue
 class Admission:
     """The waiting requests; admits them, in order, while slots, blocks and tokens suffice.
 
+    With an adapter, a request needs a slot of the device for it, too.
     A request needs free blocks for all its known tokens, and starts after the longest prefix hit,
     its last token excepted. With ``enable_prefix_caching`` its followers join the queue when it
     has its first token, so that the prompt is computed once; and a request waits for another one
@@ -33,6 +35,7 @@ class Admission:
         slots: SlotTable,
         features: FeaturePool,
         prefix_cache: PrefixCache,
+        adapter_slots: AdapterSlots,
     ) -> None:
         self.num_prefix_queries = 0  # tokens of admitted requests, looked up in the prefix cache
         self.prefix_hit_tokens = 0  # tokens of ``num_prefix_queries`` that the prefix cache had
@@ -41,6 +44,7 @@ class Admission:
         self._slots = slots
         self._features = features
         self._prefix_cache = prefix_cache
+        self._adapter_slots = adapter_slots
 
     def start(self, pools: HeadPools, batch: RunningBatch) -> None:
         """Start empty: no request waits."""
@@ -105,6 +109,9 @@ class Admission:
             if len(free) <= self.prefix_waits.num_before(request):
                 break
             num_in_room = None if budget.room is None else budget.room.num_left
+            adapter_slot = self._adapter_slots.find(request.adapter)
+            if adapter_slot is None:
+                break
             left = request, budget.num_left, self._features.num_held, num_in_room
             if self.blocked == left and not self._pools.has_changed:
                 break
@@ -135,6 +142,7 @@ class Admission:
                 self.waiting.charge(request, num_wanted)
                 request.num_prefix_hits = num_cached
             blocks = self._batch.enter(request, hit, end)
+            request.adapter_slot = self._adapter_slots.enter(adapter_slot, request.adapter)
             step.new_blocks[request.slot] = blocks
             self._features.stage(request, num_cached, end)
             budget.take(request, count, num_wanted, enters=True)

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 from uuid import uuid4
 
+from mrv1.engine.adapters import LoRARequest
 from mrv1.engine.chat import ChatOptions, Message
 from mrv1.engine.llm import LLM
 from mrv1.engine.llm_options import LLMOptions
@@ -113,6 +114,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         fairness_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
@@ -130,7 +132,7 @@ class AsyncLLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        given = Submission.copied(prompt, sampling_params, priority, fairness_id)
+        given = Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
         return self._generate(given, request_id)
 
     async def _generate(
@@ -183,6 +185,29 @@ class AsyncLLM:
     def get_tokenizer(self) -> Any:  # noqa: ANN401 - one of many classes of transformers
         """Return the checkpoint's tokenizer, as ``LLM.get_tokenizer`` does."""
         return self._llm.get_tokenizer()
+
+    # --- adapters: while requests run -----------------------------------------------------
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; see ``LLM.add_lora``. The thread that makes requests reads it."""
+        self._engine.check_open()
+        core = self._llm.engine
+        loop = asyncio.get_running_loop()
+        adapter = await loop.run_in_executor(self._inputs, core.adapters.prepared, lora_request)
+        return await self._between_steps(core.adapters.add, adapter)
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; see ``LLM.remove_lora``."""
+        return await self._between_steps(self._llm.remove_lora, lora_int_id)
+
+    async def pin_lora(self, lora_int_id: int) -> bool:
+        """Let an adapter keep its slot; see ``LLM.pin_lora``."""
+        return await self._between_steps(self._llm.pin_lora, lora_int_id)
+
+    async def list_loras(self) -> set[int]:
+        """Return the numbers of the loaded adapters."""
+        self._engine.check_open()
+        return self._llm.list_loras()
 
     # --- memory and weights: between two steps, as the methods of ``LLM`` -------------------
 

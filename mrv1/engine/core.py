@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
+from mrv1.engine.adapters import Adapters
 from mrv1.engine.guards import recovers
 from mrv1.engine.intake import own_params, own_value
 from mrv1.engine.reports import LoopCounts, Metrics, engine_metrics, kv_usage
@@ -90,7 +91,8 @@ class EngineCore:
             custom_masks=("logits_processors",) if logits_processors else (),
         )
         self.scheduler = Scheduler(scheduler_config, self._speculation)
-        self.maker = RequestMaker(config, self.runner)
+        self.adapters = Adapters(config, self.runner)
+        self.maker = RequestMaker(config, self.runner, self.adapters)
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
         self._changed: list[Request] = []  # for ``step`` to return, maybe in its next call
         self._is_changing = False
@@ -139,6 +141,8 @@ class EngineCore:
         if request.asks_logprobs:
             vocab_size = self.runner.model_config.vocab_size
             check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
+        if request.adapter is not None:
+            self.adapters.add(request.adapter)
         self._queue(request)
 
     def _check_device(self) -> None:
@@ -196,6 +200,22 @@ class EngineCore:
         self.scheduler.stop(request, reason, num_output_tokens)
         self._drain()
 
+    def add_lora(self, lora_request: object) -> bool:
+        """Load an adapter, which requests may then have; see ``LLM.add_lora``."""
+        return self.adapters.add(self.adapters.prepared(lora_request))
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; requests that have it keep it. See ``LLM.remove_lora``."""
+        removed = self.adapters.remove(lora_int_id)
+        if removed is not None:
+            self.scheduler.adapter_slots.drop(removed)
+        return removed is not None
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keep an adapter in its slot; see ``LLM.pin_lora``."""
+        self.scheduler.adapter_slots.pin(self.adapters.get(lora_int_id))
+        return True
+
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell a listener of the keys and values of every step from now on; None = none."""
         self.runner.set_kv_listener(listener)
@@ -237,6 +257,7 @@ class EngineCore:
         self, change: Callable[P, None], /, *args: P.args, **kwargs: P.kwargs
     ) -> None:
         change(*args, **kwargs)
+        self.scheduler.adapter_slots.reset()
         self.scheduler.reset_prefix_cache()
         self.scheduler.features.reset()
 
@@ -257,6 +278,8 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
+            for slot, adapter in self.scheduler.adapter_slots.take_loads():
+                self.runner.load_adapter(slot, adapter.stored)
             rows = self.scheduler.rows_with_grammars()
             try:
                 if rows:

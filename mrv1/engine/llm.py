@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
+from mrv1.engine.adapters import LoRARequest
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore
 from mrv1.engine.guards import in_turn, reports
@@ -131,6 +132,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: int | Sequence[int] | None = None,
         fairness_id: str | Sequence[str] = "",
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Return the finished outputs of ``prompts``, in their order.
 
@@ -146,6 +148,8 @@ class LLM:
                 for all, or a list of the same length; None = 0.
             fairness_id: under that policy, prompts of one priority take turns by this key of their
                 caller; for all, or a list of the same length.
+            lora_request: with ``enable_lora``, the adapter to use; for all, or a list of the same
+                length. It is loaded if it is not yet (``add_lora``); None = the model alone.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
@@ -162,12 +166,13 @@ class LLM:
         params = params_per_prompt(sampling_params, len(batch), default)
         priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))
         fairness_ids = per_prompt("fairness_id", fairness_id, len(batch))
+        adapters = per_prompt("lora_request", lora_request, len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
         given: dict[int, Submission] = {}
         for row, prompt in enumerate(batch):
             try:
                 given[row] = Submission.copied(
-                    prompt, params[row], priorities[row], fairness_ids[row]
+                    prompt, params[row], priorities[row], fairness_ids[row], adapters[row]
                 )
             except RequestError as error:
                 outputs[row] = refused(self.shared.new_id(), None, error)
@@ -195,12 +200,12 @@ class LLM:
         *,
         priority: int = 0,
         fairness_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt as it grows; the last output is finished.
 
         The request copies its values at the call, and is checked and queued at the first ``next``;
-        closing the generator early aborts it. ``priority`` and ``fairness_id`` are as in
-        ``generate``.
+        closing the generator early aborts it. Other arguments are as in ``generate``.
 
         Raises:
             RequestError: the prompt was refused, or the request failed, as with NaN in its logits;
@@ -209,7 +214,9 @@ class LLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        return self._stream(Submission.copied(prompt, sampling_params, priority, fairness_id))
+        return self._stream(
+            Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
+        )
 
     def _stream(self, given: Submission) -> Generator[RequestOutput, None, None]:
         """Yield the output of a submission; for ``stream``."""
@@ -237,6 +244,7 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         multimodal: Sequence[Any] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Return the model's answers to conversations, in their order.
@@ -254,6 +262,7 @@ class LLM:
             multimodal: the items of the conversation, whose ``start`` counts the tokens of
                 ``chat_prompt``; for a list of conversations a list of such lists, each None for
                 plain text.
+            lora_request: as in ``generate``.
             **options: how the template writes a conversation, see ``ChatOptions``.
 
         Raises:
@@ -266,7 +275,9 @@ class LLM:
         template = self._template(options)
         if single:
             prompt = with_items(template.prompt(messages), multimodal)
-            return self.generate(prompt, sampling_params, use_tqdm=use_tqdm)
+            return self.generate(
+                prompt, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
+            )
         items: object = [None] * len(batch) if multimodal is None else multimodal
         if not isinstance(items, Sequence) or len(items) != len(batch):
             raise RequestError(
@@ -275,6 +286,7 @@ class LLM:
             )
         default = self.get_default_sampling_params()
         params = params_per_prompt(sampling_params, len(batch), default)
+        adapters = per_prompt("lora_request", lora_request, len(batch))
         prompts: dict[int, Prompt] = {}
         errors: dict[int, RequestError] = {}
         for row, conversation in enumerate(batch):
@@ -286,7 +298,10 @@ class LLM:
                 errors[row] = error
         outputs = iter(
             self.generate(
-                list(prompts.values()), [params[row] for row in prompts], use_tqdm=use_tqdm
+                list(prompts.values()),
+                [params[row] for row in prompts],
+                use_tqdm=use_tqdm,
+                lora_request=[adapters[row] for row in prompts],
             )
         )
         return [
@@ -300,11 +315,12 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         multimodal: Sequence[Any] | None = None,
+        lora_request: LoRARequest | None = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[RequestOutput, None, None]:
         """Yield the answer to a conversation as it grows, like ``stream``; errors of ``chat``."""
         prompt = with_items(self.chat_prompt(messages, **options), multimodal)
-        return self.stream(prompt, sampling_params)
+        return self.stream(prompt, sampling_params, lora_request=lora_request)
 
     def chat_prompt(self, messages: Sequence[Message], **options: Unpack[ChatOptions]) -> str:
         """Return a conversation as the prompt that the chat template writes; errors as ``chat``.
@@ -333,13 +349,14 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
         fairness_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request for ``step`` and return its id; arguments as in ``stream``.
 
         Raises:
             RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
         """
-        given = Submission.copied(prompt, sampling_params, priority, fairness_id)
+        given = Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
         return self.shared.add(given, request_id)
 
     def step(self) -> list[RequestOutput]:
@@ -360,6 +377,40 @@ class LLM:
         ignored: the request may just have ended.
         """
         self.shared.abort(request_id)
+
+    # --- adapters -------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before the first request has it; return False if it is loaded already.
+
+        Its folder is read in this thread while requests run. It stays in the host's memory, and is
+        on the device while requests that run have it, and until another one needs the slot.
+
+        Raises:
+            RequestError: ``enable_lora`` is off, name or number are another adapter's, or the
+                folder is damaged, of another model, or needs what mrv1 lacks.
+        """
+        adapter = self.engine.adapters.prepared(lora_request)
+        return self._turns.take(lambda: self.engine.adapters.add(adapter))
+
+    @in_turn
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forget an adapter; return False if there is none. Requests that have it keep it."""
+        return self.engine.remove_lora(lora_int_id)
+
+    @in_turn
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Let an adapter keep its slot of the device once it has one; return True.
+
+        Raises:
+            RequestError: no such adapter is loaded, or all slots but one are pinned.
+        """
+        return self.engine.pin_lora(lora_int_id)
+
+    @reports
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the loaded adapters."""
+        return self.engine.adapters.ids
 
     # --- memory and weights ---------------------------------------------------------------
 

@@ -44,11 +44,19 @@ class Submission:
     params: object
     priority: int = 0
     fairness_id: str = ""
+    lora_request: object = None
 
     @classmethod
-    def copied(cls, prompt: Prompt, params: object, priority: int, fairness_id: str) -> Submission:
+    def copied(
+        cls,
+        prompt: Prompt,
+        params: object,
+        priority: int,
+        fairness_id: str,
+        lora_request: object = None,
+    ) -> Submission:
         """Return a copy that no later change reaches; RequestError: a part cannot be copied."""
-        return cls(own_prompt(prompt), own_params(params), priority, fairness_id)
+        return cls(own_prompt(prompt), own_params(params), priority, fairness_id, lora_request)
 
 
 def make_group(
@@ -71,6 +79,7 @@ def make_group(
         encode=tokenizer.encode_word if tokenizer.is_loaded else None,
         priority=given.priority,
         fairness_id=given.fairness_id,
+        lora_request=given.lora_request,
         **more,
     )
     return RequestGroup(request, tokenizer, prompt=_text_of(prompt), is_awaited=is_awaited)

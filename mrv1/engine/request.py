@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from mrv1.engine.adapters import LoadedAdapter
 from mrv1.engine.drafter import Drafter
 from mrv1.errors import Mrv1Error, RequestError
 from mrv1.multimodal import MultimodalItem
@@ -21,7 +22,7 @@ KeySpan = tuple[int, int, bytes]  # start, end, and key of what it depends on
 SHARED_BY_FOLLOWERS = (
     "prompt_token_ids", "seed", "max_total_tokens", "unsplittable", "multimodal",
     "attn_mask_offsets", "key_spans", "cache_key", "priority", "fairness_id", "arrival_time",
-    "banned_token_sequences",
+    "banned_token_sequences", "adapter",
 )  # fmt: skip
 """Fields of a request that its followers have too."""
 
@@ -53,6 +54,8 @@ class Request:
     attn_mask_offsets: Int32Array | None = None  # [prompt tokens, 2] keys seen; None = causal
     key_spans: tuple[KeySpan, ...] = ()  # whose K and V depend on more than tokens
     cache_key: bytes = b""  # what K and V depend on but tokens; equal for common prefixes
+    adapter: LoadedAdapter | None = None  # its LoRA adapter
+    adapter_slot: int = -1  # slot of the adapter while the request runs; else -1
     priority: int = 0  # requests with a lower value run first, under the policy ``priority``
     fairness_id: str = ""  # the caller's key, by which requests of one priority take turns
     has_waited: bool = False  # for another one to compute a common prefix
@@ -196,6 +199,7 @@ class Request:
             stop_token_sequences=self.params.stop_token_sequences,
             min_total_tokens=num_prompt_tokens + self.params.min_tokens,
             late_token_ids=self.late_token_ids[:MAX_STOP_TOKENS],
+            adapter_slot=self.adapter_slot,
             multimodal=self.multimodal,
             attn_mask_offsets=self.attn_mask_offsets,
         )

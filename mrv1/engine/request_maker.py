@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.config import EngineConfig
+from mrv1.engine.adapters import Adapters
 from mrv1.engine.intake import own_value
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request
@@ -50,6 +51,8 @@ class RequestOptions(TypedDict, total=False):
     """With ``scheduling_policy="priority"``, requests with a lower value first."""
     fairness_id: str
     """Under that policy, the key of the caller with which requests take turns."""
+    lora_request: object
+    """The request's LoRA adapter, a ``LoRARequest``; None = the model alone."""
 
 
 def derive_seed(engine_seed: int, admission: int) -> int:
@@ -61,10 +64,11 @@ def derive_seed(engine_seed: int, admission: int) -> int:
 class RequestMaker:
     """Makes requests; changes nothing, so that any thread may call it."""
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+    def __init__(self, config: EngineConfig, runner: ModelRunner, adapters: Adapters) -> None:
         self._config = config
         self._runner = runner
         self._model = runner.model_config
+        self._adapters = adapters
 
     def make(
         self,
@@ -77,14 +81,15 @@ class RequestMaker:
         attn_mask_offsets: object = None,
         priority: int = 0,
         fairness_id: str = "",
+        lora_request: object = None,
     ) -> Request:
         """Return a request for ``EngineCore.queue``; for arguments see ``RequestOptions``.
 
         The caller must not change them afterwards (``own_params``, ``own_prompt``).
 
         RequestError: the prompt is empty, too long or outside the vocabulary, a parameter is over
-        a limit, an item does not fit the model or the prompt, or the id or a range is wrong or not
-        supported.
+        a limit, an item does not fit the model or the prompt, the adapter cannot be read, or the
+        id or a range is wrong or not supported.
         """
         name = own_value("request_id", req_id)
         if not isinstance(name, str) or not name:
@@ -110,6 +115,7 @@ class RequestMaker:
             ranges = visible_ranges(items, attn_mask_offsets, len(prompt))
         if ranges is not None:
             self._check_takes_ranges()
+        adapter = None if lora_request is None else self._adapters.prepared(lora_request)
         request = Request(
             req_id=name,
             prompt_token_ids=prompt,
@@ -124,6 +130,8 @@ class RequestMaker:
             if params.max_tokens is None
             else min(longest, len(prompt) + params.max_tokens),
             banned_token_sequences=banned,
+            adapter=adapter,
+            cache_key=b"" if adapter is None else adapter.key,
             priority=int(priority),
             fairness_id=str.__str__(fairness_id),
         )

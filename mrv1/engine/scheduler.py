@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
+from mrv1.engine.adapters import AdapterSlots
 from mrv1.engine.admission import Admission
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
@@ -67,13 +68,17 @@ class Scheduler:
         self._prefix_cache = PrefixCache(
             self.pools, self._slots, is_enabled=config.enable_prefix_caching
         )
-        self.admission = Admission(config, self._slots, self.features, self._prefix_cache)
+        self.adapter_slots = AdapterSlots(config.max_loras)
+        self.admission = Admission(
+            config, self._slots, self.features, self._prefix_cache, self.adapter_slots
+        )
         self._start()
 
     def _start(self) -> None:
         """Start empty: no request waits or runs, every block is free, no step is in flight."""
         self.pools.reset()
         self.features.reset()
+        self.adapter_slots.reset()
         self._budget = StepBudget(self._config, self._slots)
         self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
         self.running = self._batch.requests  # running requests by id, in order of arrival
@@ -395,7 +400,7 @@ class Scheduler:
         self._slots.reset()
         failed = []
         for request in self.unfinished:
-            request.slot, request.block_ids = -1, []
+            request.slot, request.adapter_slot, request.block_ids = -1, -1, []
             if request.status is Status.WAITING:
                 self.waiting.add_last(request)
                 continue
@@ -446,3 +451,4 @@ class Scheduler:
         self._batch.leave(request, self._next_step_id - 1 if self._in_flight else None)
         self.admission.readmit(self.admission.prefix_waits.leave(request))
         self.features.leave(request)
+        request.adapter_slot = self.adapter_slots.leave(request.adapter_slot)

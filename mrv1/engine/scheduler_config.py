@@ -25,6 +25,7 @@ class SchedulerConfig:
     max_steps_in_flight: int = 2  # most plans that await their output
     enable_prefix_caching: bool = False  # keep blocks for requests with the same prefix
     custom_masks: tuple[str, ...] = ()  # features that may mask tokens, for errors
+    max_loras: int = 0  # adapters of the requests that run at the same time
     num_feature_rows: int = 0  # rows of the runner's buffer for the features of multimodal items
     scheduling_policy: SchedulingPolicyName = "fcfs"
     long_prefill_token_threshold: int = 0  # most tokens of a request in a step; 0 = no limit
@@ -53,6 +54,7 @@ class SchedulerConfig:
             max_steps_in_flight=config.steps_in_flight,
             enable_prefix_caching=config.caches_prefixes,
             custom_masks=custom_masks,
+            max_loras=config.max_loras if config.enable_lora else 0,
             num_feature_rows=runner.num_feature_rows,
             scheduling_policy=config.scheduling_policy,
             long_prefill_token_threshold=config.long_prefill_token_threshold,

@@ -21,7 +21,9 @@ from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.models import DecoderModel, NamedTensors, ParallelContext
+from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
+from mrv1.runner.adapters import write_adapter
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.debug import check_block_ids
@@ -419,6 +421,12 @@ class ModelRunner:
             RequestError: the features do not fit the model's hidden size or dtype.
         """
         return self.features.prepared(item)
+
+    def load_adapter(self, slot: int, adapter: StoredAdapter) -> None:
+        """Write an adapter to a slot of the device, on the stream behind launched steps."""
+        self.check_usable()
+        with self._on_device():
+            write_adapter(self.model, slot, adapter)
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` (None = nobody) of K and V of every step launched from now on."""

@@ -175,7 +175,16 @@ def describe_runner(
         f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache, policy)}, "
         f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
         f"({nbytes / 2**20:.1f} MiB), {graphs}{_describe_rope(model.config)}"
+        f"{_describe_adapters(model)}"
     )
+
+
+def _describe_adapters(model: DecoderModel) -> str:
+    """Return how many adapters there is room for."""
+    if model.lora is None:
+        return ""
+    size, rank = model.lora.nbytes / 2**20, model.lora.max_rank
+    return f", room for {model.lora.max_loras} LoRA adapters of rank {rank} ({size:.1f} MiB)"
 
 
 def _describe_rope(config: ModelConfig) -> str:

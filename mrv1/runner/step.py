@@ -60,6 +60,8 @@ class SlotRequest:
     """Length, prompt and output, before which no late token is drawn and no sequence ends it."""
     late_token_ids: tuple[int, ...] | None = None
     """Up to 16 tokens not drawn before ``min_total_tokens``; None = ``stop_token_ids``."""
+    adapter_slot: int = -1
+    """Slot of its LoRA adapter, which ``ModelRunner.load_adapter`` has filled; -1 = none."""
     multimodal: tuple[MultimodalItem, ...] = ()
     """Items whose features replace the embeddings of prompt tokens, ascending by their start."""
     attn_mask_offsets: Int32Array | None = None

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from mrv1 import SamplingParams
+from mrv1 import LoRARequest, SamplingParams
+from mrv1.engine.adapters import LoadedAdapter
 from mrv1.engine.graph_padding import Padding
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
 from mrv1.engine.scheduler_config import SchedulerConfig
 from mrv1.headwise import FULL, Visible
+from mrv1.models.lora import StoredAdapter
 from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan
 
 VOCAB = 24
@@ -31,6 +33,14 @@ MAX_KNOWN = 5
 POISON = None
 """Content of a cell that no step has written since its block was allocated."""
 
+
+ADAPTERS = [
+    LoadedAdapter(
+        LoRARequest(name, index, name), StoredAdapter(name=name, parts={}), name.encode()
+    )
+    for index, name in enumerate(("a", "b", "c", "d"), start=1)
+]
+"""Adapters of requests."""
 
 Chunk = tuple[Request, int, int]
 """A request, and the first token and the number of tokens of its chunk."""
@@ -191,6 +201,13 @@ class FakeRunner:
     """Steps whose launch failed."""
     last: StepPlan | None = None
     """The step launched last."""
+    adapters_of: dict[RequestId, LoadedAdapter | None] = field(default_factory=dict)
+    take_loads: Callable[[], list[tuple[int, LoadedAdapter]]] = list
+    """Adapters that are written before the next step, by slot."""
+    loads: dict[int, list[tuple[int, LoadedAdapter]]] = field(default_factory=dict)
+    """Those of launched steps."""
+    adapters: dict[int, LoadedAdapter] = field(default_factory=dict)
+    """The adapter in each slot."""
 
     def __post_init__(self) -> None:
         self.cells: list[list[list[int | None]]] = [
@@ -219,6 +236,7 @@ class FakeRunner:
                 for block in ids[num_shared.get(slot, 0) :]:
                     assert block >= 0, "a block that is not shared is newly allocated"
                     cells[block] = [POISON] * self.block_size
+        self.loads[plan.step_id] = self.take_loads()
         self.launched.append(plan)
         if fails:
             self.not_launched.add(plan.step_id)
@@ -242,6 +260,7 @@ class FakeRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         """Free the slots that requests left, assign slots to new requests, add new blocks."""
+        self.adapters |= self.loads.pop(plan.step_id)
         for slot in (*plan.preempted, *plan.finished):
             del self.slots[slot]
         for request in plan.entering:
@@ -301,6 +320,8 @@ class FakeRunner:
 
         The last tokens may be drafts: the row samples after each that it would have drawn itself.
         """
+        held = self.adapters.get(state.request.adapter_slot)
+        assert held is self.adapters_of.get(state.request.req_id), "the slot has its adapter"
         start, end = state.num_computed_tokens, state.num_computed_tokens + count
         assert end <= state.num_tokens + len(drafts), "only known tokens and drafts are computed"
         assert not drafts or end == state.num_tokens + len(drafts), "drafts follow known tokens"
@@ -395,6 +416,7 @@ def make_request(
     *,
     unsplittable: tuple[tuple[int, int], ...] = (),
     cache_key: bytes = b"",
+    adapter: LoadedAdapter | None = None,
     priority: int = 0,
     fairness_id: str = "",
     **params: object,
@@ -407,7 +429,8 @@ def make_request(
         seed=0,
         max_total_tokens=len(prompt) + sampling_params.max_tokens,
         unsplittable=unsplittable,
-        cache_key=cache_key,
+        cache_key=cache_key if adapter is None else adapter.key,
+        adapter=adapter,
         priority=priority,
         fairness_id=fairness_id,
     )
@@ -442,6 +465,7 @@ def make_runner(scheduler: Scheduler, **options: object) -> FakeRunner:
         scheduler.block_size,
         scheduler.max_num_batched_tokens,
         scheduler.pools.keeps,
+        take_loads=scheduler.adapter_slots.take_loads,
         **options,
     )
 

@@ -21,6 +21,7 @@ from mrv1.engine.scheduler import Scheduler
 from mrv1.headwise import FULL, Visible
 from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import (
+    ADAPTERS,
     BLOCK_SIZE,
     EOS,
     MAX_KNOWN,
@@ -94,9 +95,8 @@ def check_same_plan(plan: StepPlan | None, other: StepPlan | None) -> None:
     for name in ("step_id", "req_ids", "preempted", "finished", "new_block_ids"):
         assert getattr(plan, name) == getattr(other, name), name
     for entering, other_entering in ((plan.new, other.new), (plan.resumed, other.resumed)):
-        assert [(r.req_id, r.slot, r.epoch, r.num_computed_tokens) for r in entering] == [
-            (r.req_id, r.slot, r.epoch, r.num_computed_tokens) for r in other_entering
-        ]
+        fields = attrgetter("req_id", "slot", "epoch", "num_computed_tokens", "adapter_slot")
+        assert [*map(fields, entering)] == [*map(fields, other_entering)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -122,10 +122,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.booleans(),
         padding=st.sampled_from([None, None, Padding((2, 8, 12), 2), Padding((4, 16), 5)]),
         mixed=st.sampled_from([None, None, 1, 5, 12]),
+        max_loras=st.integers(1, 3),
     )
     def start(
         self, num_blocks, streaming, all_stream, max_num_seqs, budget, depth, caching,
-        stops_on_device, policy, threshold, least_shared, drafts, padding, mixed,
+        stops_on_device, policy, threshold, least_shared, drafts, padding, mixed, max_loras,
     ):  # fmt: skip
         keeps, pools = [Visible(window, sink) for window, sink, _ in streaming], []
         for seen, (_, _, spare) in zip(keeps, streaming, strict=True):
@@ -150,11 +151,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 speculation=KnownSpeculation() if drafts else None,
                 padding=padding,
                 max_mixed_prefill_tokens=mixed,
+                max_loras=max_loras,
             )
             for made in (Scheduler, ForgetfulScheduler)
         )
         self.padding, self.mixed = padding, mixed
-        self.max_num_seqs, self.budget = max_num_seqs, budget
+        self.max_num_seqs, self.budget, self.max_loras = max_num_seqs, budget, max_loras
         self.runner = make_runner(self.scheduler, stops_on_device=stops_on_device)
         self.requests: dict[str, Request] = {}
         self.ended_by_hand: set[str] = set()
@@ -172,13 +174,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, VOCAB - 1), max_size=2),
         span=st.none() | st.tuples(st.integers(0, 40), st.integers(1, 12)),
         cache_key=st.sampled_from([b"", b"", b"image"]),
+        adapter=st.sampled_from([None, None, *ADAPTERS]),
         priority=st.integers(-1, 1),
         fairness_id=st.sampled_from(["", "a", "b"]),
     )
     def add(
         self, family, num_shared, own, max_tokens, min_tokens, n, sequence, ignore_eos, stops,
-        span, cache_key, priority, fairness_id,
+        span, cache_key, adapter, priority, fairness_id,
     ):  # fmt: skip
+        cache_key = cache_key if adapter is None else adapter.key
         shared = [1 + (family + 7 * i) % (VOCAB - 1) for i in range(num_shared)]
         prompt = (*shared, *own) or (1,)
         spans = ()
@@ -201,6 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt,
                 unsplittable=spans,
                 cache_key=cache_key,
+                adapter=adapter,
                 priority=priority,
                 fairness_id=fairness_id,
                 n=n,
@@ -222,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for member in (request, *request.followers):
             self.requests[member.req_id] = member
             self.runner.cache_keys[member.req_id] = cache_key
+            self.runner.adapters_of[member.req_id] = adapter
 
     def could_ever_fit(self, request):
         """Return whether the blocks that a request needs at a time fit the pool of each group."""
@@ -341,6 +347,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert count(scheduler) == count(self.forgetful), name
         assert num_free_slots(scheduler) + len(running) == self.max_num_seqs
         assert len({r.slot for r in running}) == len(running)
+        slot_of = {r.adapter: r.adapter_slot for r in running if r.adapter is not None}
+        assert len(slot_of) == len({*slot_of.values()}) <= self.max_loras
+        assert all(r.adapter_slot == slot_of.get(r.adapter, -1) for r in running)
+        assert sum(scheduler.adapter_slots._users.values()) == sum(
+            r.adapter is not None for r in running
+        )
         assert all(r.status is Status.RUNNING for r in running)
         assert all(r.status is Status.WAITING for r in scheduler.waiting.values())
         held = [r for followers in scheduler.waiting.held.values() for r in followers]

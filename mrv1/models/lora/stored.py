@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.nn.functional import pad
 
 from mrv1.models.config import ModelConfig
+from mrv1.models.lora.adapter import NO_LAYER, Adapter, AdapterPair, AdapterPlace
 from mrv1.models.parallel import ParallelContext
 
 EMBED_MODULE, HEAD_MODULE = "model.embed_tokens", "lm_head"
 """Modules with a row for each token."""
+PLACES = {
+    "self_attn.q_proj": ("qkv", 0),
+    "self_attn.k_proj": ("qkv", 1),
+    "self_attn.v_proj": ("qkv", 2),
+    "self_attn.o_proj": ("o", 0),
+    "mlp.gate_proj": ("gate_up", 0),
+    "mlp.up_proj": ("gate_up", 1),
+    "mlp.down_proj": ("down", 0),
+}
+"""By a module's name in a layer, the field of ``AdapterPlace`` and its part."""
 ROW_PARALLEL = ("o_proj", "down_proj")
 """Modules of which a rank has some inputs; of others it has some outputs."""
 
@@ -52,6 +64,18 @@ class StoredAdapter:
         """Bytes of its matrices."""
         return sum(part.a.nbytes + part.b.nbytes for part in self.parts.values())
 
+    def pinned(self) -> StoredAdapter:
+        """Return a copy in pinned memory, from which a GPU copies while the host goes on."""
+        pinned: dict[int, torch.Tensor] = {}  # several parts may share their ``a``
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in pinned:
+                pinned[id(tensor)] = tensor.pin_memory()
+            return pinned[id(tensor)]
+
+        parts = {n: replace(p, a=copy(p.a), b=copy(p.b)) for n, p in self.parts.items()}
+        return replace(self, parts=parts)
+
     def of_rank(self, config: ModelConfig, parallel: ParallelContext) -> StoredAdapter:
         """Return the parts of a tensor-parallel rank, as views.
 
@@ -85,3 +109,20 @@ class StoredAdapter:
             else:
                 parts[name] = replace(part, b=part.b[cut])
         return replace(self, parts=parts)
+
+    def placed(self, vocab_rows: int) -> Adapter:
+        """Return a rank's parts by their places; ``vocab_rows`` are its tokens with padding."""
+        pairs = {}
+        for name, part in self.parts.items():
+            a, b = part.a, part.b
+            if name == EMBED_MODULE:
+                place = AdapterPlace(NO_LAYER, "embed")
+                a = pad(a, (0, vocab_rows - a.shape[1]))
+            elif name == HEAD_MODULE:
+                place = AdapterPlace(NO_LAYER, "lm_head")
+                b = pad(b, (0, 0, 0, vocab_rows - len(b)))
+            else:
+                layer, module = name.removeprefix("model.layers.").split(".", 1)
+                place = AdapterPlace(int(layer), *PLACES[module])
+            pairs[place] = AdapterPair(a=a, b=b, scaling=part.scaling)
+        return Adapter(name=self.name, pairs=pairs)

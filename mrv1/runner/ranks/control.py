@@ -17,6 +17,7 @@ import torch
 
 from mrv1.errors import ConfigError, short
 from mrv1.models import NamedTensors
+from mrv1.models.lora import StoredAdapter, StoredPart
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks.messages import CALL_SECONDS, REFUSALS, Answer, Asked
@@ -46,6 +47,19 @@ class Piece(NamedTuple):
         """Return the values, a view of the memory."""
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         return shared.bytes[self.offset : self.offset + nbytes].view(self.dtype).view(self.shape)
+
+
+class SharedPart(NamedTuple):
+    """A part of an adapter in the memory that the ranks share."""
+
+    name: str
+    a: Piece
+    b: Piece
+    scaling: float
+
+    def of(self, shared: SharedMemory) -> StoredPart:
+        """Return the part, views of the memory."""
+        return StoredPart(a=self.a.of(shared), b=self.b.of(shared), scaling=self.scaling)
 
 
 class RankControl:
@@ -138,6 +152,15 @@ class RankControl:
             raise RuntimeError("write_features: expected shared memory, got none")
         self._runner.features.write(runs, self._shared.bytes.view(dtype).view(shape))
         self.attach(None)
+
+    def write_adapter(self, slot: int, parts: Collection[SharedPart], name: str) -> None:
+        """Write this rank's part of an adapter that rank 0 shares."""
+        if self._shared is None:
+            raise RuntimeError("write_adapter: expected shared memory, got none")
+        shared = self._shared
+        adapter = StoredAdapter(name=name, parts={each.name: each.of(shared) for each in parts})
+        ModelRunner.load_adapter(self._runner, slot, adapter)  # of this rank alone
+        self.attach(None)  # its memory is not pinned: the copy has read it
 
     def set_listener(self) -> None:
         """Tell the listener that was made last, None = nobody, of the next steps."""
@@ -239,6 +262,27 @@ class Controls:
                 shared.close()
                 args = staged.rows, tuple(values.shape), values.dtype
                 self._ranks.ask(Asked("write_features", args, waits=False))
+
+    def load_adapter(self, slot: int, adapter: StoredAdapter) -> None:
+        """Give each rank its part of an adapter; see ``ModelRunner.load_adapter``.
+
+        It is copied to shared memory once, whatever the number of ranks.
+        """
+        sizes = (_aligned(t.nbytes) for part in adapter.parts.values() for t in (part.a, part.b))
+        shared = SharedMemory.new(sum(sizes))
+        parts, end = [], 0
+        for name, part in adapter.parts.items():
+            pieces = []
+            for values in (part.a, part.b):
+                piece = Piece(name, 0, tuple(values.shape), values.dtype, end)
+                piece.of(shared).copy_(values)
+                pieces.append(piece)
+                end += _aligned(values.nbytes)
+            parts.append(SharedPart(name, *pieces, part.scaling))
+        with self._ending("load_adapter"):
+            self._ranks.share(shared.fd)
+            self._own.attach(shared)
+            self.ask("write_adapter", slot, parts, adapter.name)
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Have each rank make and set a listener; see ``ModelRunner.set_kv_listener``."""

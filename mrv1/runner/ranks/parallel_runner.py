@@ -20,6 +20,7 @@ from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors
+from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.kv_listener import EachRank, KVListener
@@ -145,6 +146,11 @@ class ParallelRunner(ModelRunner):
         """Refuse to run in this process, a forked child, which has no ranks."""
         self._ranks.failure = self._unusable = FORKED
         super().after_fork()
+
+    def load_adapter(self, slot: int, adapter: StoredAdapter) -> None:
+        """Write each rank's part of an adapter; see ``ModelRunner.load_adapter``."""
+        self.check_usable()
+        self._controls.load_adapter(slot, adapter)
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Let each rank tell a listener of its own; see ``ModelRunner.set_kv_listener``."""
