@@ -20,6 +20,7 @@ from mrv1.errors import RequestError
 from mrv1.multimodal import (
     MultimodalItem,
     as_items,
+    check_bidirectional,
     check_placeholders,
     in_order,
     visible_ranges,
@@ -180,7 +181,9 @@ class RequestMaker:
                 f"multimodal: expected no items, because mm_cache_memory_bytes has room for none, "
                 f"got {len(items)}"
             )
-        vision = self._model.vision
+        vision, wrapper = self._model.vision, self._model.wrapper
+        if wrapper is not None and wrapper.has_bidirectional_images:
+            check_bidirectional(items)
         if items and vision is not None:
             ids = {"image": vision.image_token_id, "video": vision.video_token_id}
             check_placeholders(items, prompt, ids)

@@ -404,6 +404,32 @@ ARCHITECTURES["Ernie4_5_VL_MoeForConditionalGeneration"] = ARCHITECTURES[
 ]
 """Supported checkpoints by the name in their ``architectures``."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A text model with a vision encoder that mrv1 has no path to: features come from outside."""
+
+    model_type: str
+    """``model_type`` in config.json."""
+    texts: tuple[str, ...]
+    """Keys in ``ARCHITECTURES`` of its text models; the first is that of a file that says none."""
+    has_bidirectional_images: bool = False
+    """Whether tokens of an image see each other in both directions."""
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        model_type="gemma3",
+        texts=("Gemma3ForCausalLM",),
+        has_bidirectional_images=True,
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        model_type="mistral3",
+        texts=("MistralForCausalLM", "MinistralForCausalLM"),
+    ),
+}
+"""Such models by the name in a checkpoint's ``architectures``."""
+
 MISSING: dict[str, tuple[str, ...]] = {
     "state-space layers": (
         "bamba", "falcon-h1", "falcon_h1", "falcon_mamba", "granitehybrid", "jamba", "mamba",
@@ -427,7 +453,8 @@ MISSING: dict[str, tuple[str, ...]] = {
         "bart", "longt5", "mbart", "mt5", "pegasus", "switch_transformers",
         "t5", "t5gemma", "umt5", "whisper", "is_encoder_decoder",
     ),
-    "bidirectional attention over images": ("gemma3", "gemma3n", "gemma4"),
+    "embeddings of each layer": ("gemma3n",),
+    "heads of several sizes": ("gemma4",),
     "queries scaled by their position": ("llama4", "llama4_text", "ministral3"),
 }  # fmt: skip
 """What mrv1 lacks, and the models that need it: ``model_type`` or GGUF's architecture; last, the

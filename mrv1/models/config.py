@@ -12,7 +12,7 @@ import torch
 from mrv1.config import QuantizationName
 from mrv1.errors import ConfigError
 from mrv1.kernels.layers.contracts import Activation
-from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind
+from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind, Wrapper
 from mrv1.models.checkpoint import Checkpoint
 from mrv1.models.experts import ExpertNames, ExpertsConfig, ModalExpertNames
 from mrv1.models.files import raise_problems
@@ -129,6 +129,8 @@ class ModelConfig:
     """How matrices of layers are stored; None = in full precision."""
     vision: VisionConfig | None = None
     """Images and videos in prompts; None = a model of text alone."""
+    wrapper: Wrapper | None = None
+    """The model that this text model is a part of; None = none, or ``vision`` has it."""
     torch_dtype: torch.dtype = torch.float32
     """Dtype the checkpoint names; float32 if it names none."""
 
@@ -193,6 +195,11 @@ class ModelConfig:
         """Whether a checkpoint's tensor only predicts further tokens: it is not loaded."""
         drafter = ARCHITECTURES[self.architecture].drafter
         return drafter is not None and name.startswith(drafter.format(self.num_layers))
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether a checkpoint has a vision encoder, so that its text model's names differ."""
+        return self.vision is not None or self.wrapper is not None
 
     @property
     def feature_size(self) -> int:

@@ -9,7 +9,13 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.layers.contracts import Activation
-from mrv1.models.architectures import ARCHITECTURES, Architecture, missing_feature
+from mrv1.models.architectures import (
+    ARCHITECTURES,
+    WRAPPERS,
+    Architecture,
+    Wrapper,
+    missing_feature,
+)
 from mrv1.models.experts import experts_config
 from mrv1.models.files import not_positive, raise_problems
 from mrv1.models.quantization import read_quantization
@@ -62,21 +68,48 @@ def architecture_name(raw: Mapping[str, Any]) -> str:
     for name, architecture in ARCHITECTURES.items():
         if listed == [name] or (not listed and architecture.model_type == model_type):
             return name
+    wrapper = wrapper_of(raw)
+    if wrapper is not None:
+        return _text_of(wrapper, text if isinstance(text, Mapping) else {})
     signs = [model_type, settings.get("model_type"), *(key for key in settings if settings[key])]
     raise ConfigError(
-        f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {listed} "
+        f"architectures: expected one of {', '.join((*ARCHITECTURES, *WRAPPERS))}, got {listed} "
         f"(model_type {model_type!r}){missing_feature(*signs)}"
     )
+
+
+def wrapper_of(raw: Mapping[str, Any]) -> Wrapper | None:
+    """Return which model that loads as its text model a config.json describes; None = none."""
+    listed, model_type = raw.get("architectures"), raw.get("model_type")
+    for name, wrapper in WRAPPERS.items():
+        if listed == [name] or (not listed and wrapper.model_type == model_type):
+            return wrapper
+    return None
+
+
+def _text_of(wrapper: Wrapper, text: Mapping[str, Any]) -> str:
+    """Return the key in ``ARCHITECTURES`` of the text model; ConfigError: there is none."""
+    types = {ARCHITECTURES[name].model_type: name for name in wrapper.texts}
+    model_type = text.get("model_type") or next(iter(types))
+    if model_type not in types:
+        raise ConfigError(
+            f"text_config.model_type: expected {' or '.join(types)}, got {model_type!r}"
+            f"{missing_feature(model_type)}"
+        )
+    return types[model_type]
 
 
 def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has its own class
     """Return ``ModelConfig``'s fields; ConfigError: every reason against the model."""
     names = ("architectures", "model_type", "quantization_config")
     raw = {name: getattr(hf, name, None) for name in names}
+    if hasattr(hf, "text_config"):
+        raw["text_config"] = {"model_type": hf.text_config.model_type}
     raise_problems("model config", support_problems(raw))
     name = architecture_name(raw)
     family = ARCHITECTURES[name]
-    text = hf if family.video_time is None else hf.text_config
+    wrapper = wrapper_of(raw)
+    text = hf if wrapper is None and family.video_time is None else hf.text_config
     # At least 1: a model without heads is refused with the other sizes, not by division by zero.
     num_heads = max(text.num_attention_heads, 1)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
@@ -122,7 +155,9 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "head_dim": head_dim,
         "rms_norm_eps": text.rms_norm_eps,
         "max_model_len": max_model_len,
-        "tie_word_embeddings": bool(hf.tie_word_embeddings),
+        # A wrapper's default may be another one than its text model's, whose head is stored then.
+        "tie_word_embeddings": bool(hf.tie_word_embeddings)
+        and (wrapper is None or text.tie_word_embeddings),
         "qkv_bias": _flag(text, family.qkv_bias),
         "o_bias": _flag(text, family.o_bias),
         "mlp_bias": _flag(text, family.mlp_bias),
@@ -132,7 +167,8 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         "norm_order": family.norm_order,
         "norms_add_one": family.norms_add_one,
         "rope_interleaved": family.rope_interleaved,
-        "eos_token_ids": token_ids(text.eos_token_id),
+        "eos_token_ids": _eos_token_ids(hf, text),
+        "wrapper": wrapper,
         "quantization": read_quantization(raw, {}),
     }
 
@@ -145,6 +181,12 @@ def token_ids(value: object) -> tuple[int, ...]:
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ConfigError(f"eos_token_id: expected token ids, got {value!r}")
     return tuple(ids)
+
+
+def _eos_token_ids(hf: Any, text: Any) -> tuple[int, ...]:  # noqa: ANN401
+    """Return the ids of the text model, and then of the model that it is a part of."""
+    ids = token_ids(text.eos_token_id)
+    return ids if text is hf else (*ids, *token_ids(getattr(hf, "eos_token_id", None)))
 
 
 def _flag(hf: Any, setting: bool | str) -> bool:  # noqa: ANN401

@@ -139,7 +139,7 @@ def load_weights(
     own = parallel.shard(config)
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
-    scan = checkpoint.scan(has_vision=config.vision is not None, quantization=config.quantization)
+    scan = checkpoint.scan(has_vision=config.has_vision, quantization=config.quantization)
     if config.tie_word_embeddings:
         _rename_tied_head(scan)
     _leave_out_drafter(scan, config)

@@ -37,7 +37,7 @@ def checked_update(
     Raises:
         ConfigError: a tensor is missing, unknown, given twice or of another shape or type.
     """
-    given = _by_name(named_tensors, has_vision=config.vision is not None)
+    given = _by_name(named_tensors, has_vision=config.has_vision)
     given = {name: tensor for name, tensor in given.items() if not config.is_of_drafter(name)}
     if config.other_names is not None:
         given = _split_fused(given, config.other_names, config.hidden_size)

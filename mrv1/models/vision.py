@@ -12,14 +12,15 @@ VideoTime = Literal["frames", "seconds", "text"]
 second (Qwen2.5-VL), or text between frames, each of which is an item of its own (Qwen3-VL)."""
 TEXT_PREFIX = "model.language_model."
 """Beginning of the names of the text model's tensors in newer checkpoints; older ones lack it."""
+TEXT_PREFIXES = (TEXT_PREFIX, "language_model.model.")
+"""Such beginnings; the second is of a text model that was a model with a head of its own."""
+_HEAD_PREFIX = "language_model.lm_head."
 VISION_PREFIXES = ("model.visual.", "visual.")
 """Beginnings of the names of the vision encoder's tensors."""
 _OUTSIDE = (
-    *VISION_PREFIXES,
-    "model.vision_model.",
-    "model.vision_tower.",
-    "model.resampler_model.",
-)
+    *VISION_PREFIXES, "model.vision_model.", "model.vision_tower.", "model.resampler_model.",
+    "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.",
+)  # fmt: skip
 """Beginnings of the names of tensors that are not of the text model."""
 
 
@@ -89,4 +90,7 @@ def text_name(name: str) -> str | None:
     """Return a stored tensor's name in the text model alone; None for the vision encoder's."""
     if name.startswith(_OUTSIDE):
         return None
-    return f"model.{name.removeprefix(TEXT_PREFIX)}" if name.startswith(TEXT_PREFIX) else name
+    for prefix in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return f"lm_head.{name.removeprefix(_HEAD_PREFIX)}" if name.startswith(_HEAD_PREFIX) else name

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         Modality,
         MultimodalItem,
         as_items,
+        check_bidirectional,
         check_placeholders,
         in_order,
     )
@@ -20,7 +21,14 @@ else:
         __name__,
         {
             "fastdeploy": ["from_fastdeploy"],
-            "item": ["Modality", "MultimodalItem", "as_items", "check_placeholders", "in_order"],
+            "item": [
+                "Modality",
+                "MultimodalItem",
+                "as_items",
+                "check_bidirectional",
+                "check_placeholders",
+                "in_order",
+            ],
             "masks": ["Ranges", "causal_ranges", "visible_ranges", "whole_spans"],
             "vision_encoder": ["Video", "VisionEncoder", "encode_images"],
         },
@@ -34,6 +42,7 @@ __all__ = [
     "VisionEncoder",
     "as_items",
     "causal_ranges",
+    "check_bidirectional",
     "check_placeholders",
     "encode_images",
     "from_fastdeploy",

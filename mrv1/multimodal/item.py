@@ -315,6 +315,16 @@ def in_order(
     return tuple(ordered)
 
 
+def check_bidirectional(items: Iterable[MultimodalItem]) -> None:
+    """Raise a RequestError unless the tokens of each image see each other."""
+    for item in items:
+        if item.modality == "image" and not item.bidirectional:
+            raise RequestError(
+                f"multimodal item ({item.name}): bidirectional: expected True, as tokens of an "
+                "image see each other in this model, got False"
+            )
+
+
 def check_placeholders(
     items: Iterable[MultimodalItem],
     prompt_token_ids: Sequence[int],

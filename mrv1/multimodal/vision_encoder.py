@@ -73,17 +73,20 @@ class VisionEncoder:
         self._checkpoint = Checkpoint.open(model)
         self.directory = self._checkpoint.path
         config = ModelConfig.from_pretrained(self.directory)
-        if config.vision is None:
+        wrapper, vision = config.wrapper, config.vision
+        if wrapper is not None or (vision is not None and not vision.has_encoder):
+            name = config.architecture if wrapper is None else wrapper.model_type
+            kind = "bidirectional " if wrapper and wrapper.has_bidirectional_images else ""
+            raise ConfigError(
+                f"model: expected a family whose encoder mrv1 has, got {name}: pass features that "
+                f"are computed elsewhere, as {kind}multimodal items"
+            )
+        if vision is None:
             raise ConfigError(
                 f"model: expected a checkpoint with a vision encoder, got {str(self.directory)!r} "
                 f"({config.architecture})"
             )
-        if not config.vision.has_encoder:
-            raise ConfigError(
-                f"model: expected a family whose encoder mrv1 has, got {config.architecture}: "
-                "pass features that are computed elsewhere, as multimodal items"
-            )
-        self.config = config.vision
+        self.config = vision
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype_name(dtype), config.torch_dtype, self.device)
         self._processor, self._encoder, self._framing = self._load()

@@ -357,13 +357,6 @@ def test_settings_of_gemma_that_cannot_be_are_refused(
         ModelConfig.from_hf(tiny_config(family, **settings))
 
 
-def test_gemma_3_with_images_names_what_it_needs(tmp_path: Path) -> None:
-    content = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="it needs bidirectional attention over images, which"):
-        ModelConfig.from_pretrained(tmp_path)
-
-
 def test_a_config_object_of_an_unsupported_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"architectures: .*, got None \(model_type 'gpt2'\)"):
         ModelConfig.from_hf(GPT2Config())

@@ -118,7 +118,7 @@ def modules_of(config: ModelConfig) -> dict[str, Module]:
             own = f"model.layers.{layer}.{stored_name.get(last, last)}"
             if config.has_experts(int(layer)) and not last.startswith("self_attn."):
                 lacks = "experts and their routers"
-        if config.vision is not None and own.startswith("model."):
+        if config.has_vision and own.startswith("model."):
             own = own.replace("model.", TEXT_PREFIX, 1)
         module = modules.setdefault(own, Module(tensor.shape[1], lacks=lacks))
         start = module.num_rows if module.rows else 0

@@ -35,7 +35,7 @@ from mrv1.models.quantization.formats import (
     scale_place,
     scale_problem,
 )
-from mrv1.models.quantization.scheme import Quantization
+from mrv1.models.quantization.scheme import Quantization, stored_name
 from mrv1.models.quantization.settings import Settings, pattern
 
 METHOD = "compressed-tensors"
@@ -242,7 +242,7 @@ class CompressedTensors(Quantization):
         return None if index is None else self.groups[index]
 
     def _group(self, name: str, classes: tuple[str, ...]) -> int | None:
-        own = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        own = stored_name(name, self.prefix)
         if any(_matches(own, classes, each) for each in self.ignore):
             return None
         matching = [each for each in self.targets if _matches(own, classes, each[0])]

@@ -31,7 +31,7 @@ from mrv1.models.quantization.formats import (
     scale_place,
     scale_problem,
 )
-from mrv1.models.quantization.scheme import Quantization
+from mrv1.models.quantization.scheme import Quantization, stored_name
 from mrv1.models.quantization.settings import Settings, pattern
 
 METHODS = ("fp8", "fbgemm_fp8")
@@ -100,7 +100,7 @@ class FP8(Quantization):
 
     def holds(self, name: str, kind: str) -> bool:
         """Whether a linear module is not skipped; embeddings are never quantized."""
-        own = self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        own = stored_name(name, self.prefix)
         return kind == "Linear" and not is_skipped(own, self.skipped)
 
     def module(self, name: str) -> FP8Format | None:

@@ -24,7 +24,7 @@ from mrv1.models.quantization.mxfp4 import read_mxfp4
 from mrv1.models.quantization.online import OnlineFP8
 from mrv1.models.quantization.scheme import Quantization
 from mrv1.models.quantization.settings import Settings
-from mrv1.models.vision import TEXT_PREFIX
+from mrv1.models.vision import TEXT_PREFIXES
 
 DEQUANTIZE: QuantizationName = "dequantize"
 """Asks for the numbers of a GGUF file in place of its blocks."""
@@ -84,7 +84,8 @@ def read_quantization(
         raise ConfigError(
             f"{name}.quant_method: expected one of {', '.join(READERS)}, got {method!r}"
         )
-    prefix = TEXT_PREFIX if any(each.startswith(TEXT_PREFIX) for each in headers) else "model."
+    used = (each for each in TEXT_PREFIXES if any(name.startswith(each) for name in headers))
+    prefix = next(used, "model.")
     scale_dtype = _scale_dtype(method, raw, headers)
     return READERS[method](config, scale_dtype=scale_dtype, prefix=prefix)
 

@@ -98,6 +98,14 @@ class _OfLayers(Quantization):
         return re.sub(r"^(model\.layers\.)(\d+)\.", number, name)
 
 
+def stored_name(name: str, prefix: str) -> str:
+    """Return a module's name in a checkpoint whose layers' names begin with ``prefix``."""
+    if name.startswith("model."):
+        return prefix + name.removeprefix("model.")
+    is_of_wrapper = prefix.endswith(".model.")  # the text model is one with a head of its own
+    return prefix.removesuffix("model.") + name if is_of_wrapper else name
+
+
 BITS = {"e4m3": "FP8 (e4m3)", "int8": "INT8", "int4": "INT4", "uint4": "INT4", "e2m1": "MXFP4"}
 """Codes in words."""
 
