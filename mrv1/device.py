@@ -21,6 +21,8 @@ KernelPath = Literal["triton", "interpreter", "reference"]
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 """The files in which Linux reports memory, of the machine and of this process' container."""
+OWN_CGROUP = Path("/proc/self/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
 MIN_CAPABILITY = (8, 0)
 """Oldest NVIDIA compute capability the Triton kernels are compiled and checked for."""
 
@@ -255,6 +257,33 @@ def _container_bytes() -> int | None:
     counts = dict(line.split() for line in stat)
     cached = int(counts["active_file"]) + int(counts["inactive_file"])  # freed when needed
     return max(int(limit) - used + cached, 0)
+
+
+def core_counts() -> set[int]:
+    """Return the processors that this process may run on, and the cores that these belong to."""
+    usable = os.sched_getaffinity(0)
+    files = [CPUS / f"cpu{each}/topology/thread_siblings_list" for each in usable]
+    try:
+        return {len(usable), len({file.read_text("ascii") for file in files})}
+    except OSError:
+        return {len(usable)}
+
+
+def cpu_quota() -> int | None:
+    """Return the cores' worth of time that a container (cgroup v2) allows; None = no limit."""
+    try:
+        own = OWN_CGROUP.read_text("ascii").partition("0::/")[2].partition("\n")[0]
+    except OSError:
+        own = ""
+    quotas = []
+    for folder in (CGROUP / own, *(CGROUP / own).parents):
+        try:
+            allowed, period = (folder / "cpu.max").read_text("ascii").split()
+        except (OSError, ValueError):
+            continue
+        if allowed != "max":
+            quotas.append(max(int(allowed) // int(period), 1))
+    return min(quotas, default=None)
 
 
 def visible_gpus() -> tuple[DeviceInfo, ...]:

@@ -112,6 +112,7 @@ FOREIGN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 """Variables of other packages that change what mrv1 does."""

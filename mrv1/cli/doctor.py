@@ -60,6 +60,7 @@ def _rows(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("driver", facts["driver"]))
     rows.append(("device auto", f"{facts['device'] or 'refused'}: {facts['path']}"))
     rows += [(f"  {part}", what) for part, what in facts["used_for"].items()]
+    rows.append(("CPU threads", facts["cpu_threads"]))
     embedded = facts["embedded_model"]
     size = mib(embedded["weights_bytes"]) if embedded["present"] else "no weights"
     rows.append(("model 'tiny'", f"{size}, {embedded['path']}"))

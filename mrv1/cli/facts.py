@@ -31,6 +31,7 @@ from mrv1.kernels.layers.quantized import quantized_path
 from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
+from mrv1.runner.cpu_threads import describe_threads
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))
 """First version that works; first unsupported version, which changes float fusion by default."""
@@ -62,6 +63,8 @@ class Facts(TypedDict):
     """Kernel path on that device, in words."""
     used_for: dict[str, str]
     """Part of a step -> its implementation."""
+    cpu_threads: str
+    """How many threads of torch a model on the CPU gets, in words."""
     embedded_model: dict[str, Any]
     """Of the checkpoint in the package: present, path and weights_bytes."""
     environment: dict[str, str]
@@ -108,6 +111,7 @@ def collect() -> Facts:
         | prefill_use(resolved)
         | fp8_use(resolved)
         | quantized_use(resolved),
+        cpu_threads=describe_threads(),
         embedded_model=embedded,
         environment=environment(),
         warnings=warnings,

@@ -96,13 +96,13 @@ def run_profile_step(step: DeviceStep) -> None:
     full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
     prompts = [step.max_model_len] * full + ([rest] if rest else [])
     for query_lens in (prompts, [1] * config.max_num_seqs):
-        batch = _empty_batch(step, query_lens)
+        batch = empty_batch(step, query_lens)
         _sample_most(step, step.model.forward(batch, caches))
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
 
 
-def _empty_batch(step: DeviceStep, query_lens: list[int]) -> AttentionBatch:
+def empty_batch(step: DeviceStep, query_lens: list[int]) -> AttentionBatch:
     """Return a batch whose tokens are not written to the cache and see no keys."""
     num_tokens, num_reqs, device = sum(query_lens), len(query_lens), step.device
     num_groups, row_width = len(step.head_groups.groups), step.block_tables.row_width

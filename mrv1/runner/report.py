@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TypedDict
 
+import torch
+
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadGroups, HeadPolicy
@@ -166,6 +168,9 @@ def describe_runner(
     if model.config.quantization is not None:
         how = quantized_path(model.device)
         dtype += f", {model.config.quantization.describe()} ({how})"
+    if path == "reference":
+        count = torch.get_num_threads()
+        dtype += f", {count} thread{'s' * (count > 1)}"
     how = _PATHS[path]
     if config.attention_backend == "flashinfer":
         how += ", attention by FlashInfer (one step in flight)"

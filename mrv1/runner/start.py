@@ -15,6 +15,7 @@ from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import select_ops
 from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
 from mrv1.runner.compile_ahead import KernelSet, compiled_beside
+from mrv1.runner.cpu_threads import choose_threads
 from mrv1.runner.debug import synced
 from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep
@@ -22,7 +23,7 @@ from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
-from mrv1.runner.profile import blocks_of_groups, warm_up
+from mrv1.runner.profile import blocks_of_groups, empty_batch, warm_up
 from mrv1.runner.report import StartClock
 from mrv1.runner.slot_state import field_starts
 from mrv1.sampler import LogitsProcessors
@@ -197,3 +198,7 @@ def allocate_cache(
         if step.device.type == "cuda" and step.config.attention_backend == "triton":
             warm_up(step)
             clock.lap("warm-up")
+        if kernel_path(step.device) == "reference" and parallel.size == 1:
+            batch, timed = empty_batch(step, [1]), not step.config.deterministic
+            choose_threads(step.model, batch, step.kv_cache.layers, timed=timed)
+            clock.lap("threads")
