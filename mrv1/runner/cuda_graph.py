@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count
 
@@ -42,13 +43,21 @@ class StepGraphs:
     ``max_drafts``. A graph with prompts has room for 0, ``SMALL_DECODE`` or all rows of one token,
     which come first, and then for one of ``prompt_sizes`` prompt tokens. It ends before the
     logits, as its launch takes little of its time: any sampling may follow. ``max_query_len`` is
-    the most tokens of a row.
+    the most tokens of a row. With ``has_adapters`` each has a twin with adapters, for steps in
+    which some request has one.
     """
 
     def __init__(
-        self, max_num_reqs: int, max_num_tokens: int, max_query_len: int, max_drafts: int = 0
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_query_len: int,
+        max_drafts: int = 0,
+        *,
+        has_adapters: bool = False,
     ) -> None:
         self._max_drafts = max_drafts
+        self._has_adapters = has_adapters
         self._max_num_reqs = max_num_reqs
         self._max_query_len = max_query_len
         self._decode_sizes = decode_sizes(max_num_reqs)
@@ -74,16 +83,27 @@ class StepGraphs:
             for samples in (True, False)
             for size in reversed(self._decode_sizes)
         ]
-        return [*prompts, *self._of_drafts, *decodes]
+        return self._twins([*prompts, *self._of_drafts, *decodes])
 
     @property
     def largest(self) -> list[StepShape]:
         """The largest shape of each kind: the memory of their graphs is enough for all graphs."""
-        return [
+        plain = [
             self._with_prompts(self._decodes_beside[-1], self.prompt_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1]),
             StepShape.decode(self._decode_sizes[-1], samples=False),
             *self._of_drafts[:1],
+        ]
+        return self._twins(plain)
+
+    def _twins(self, plain: list[StepShape]) -> list[StepShape]:
+        """Return shapes, each after its twin with adapters, which needs more memory."""
+        if not self._has_adapters:
+            return plain
+        return [
+            replace(shape, has_adapters=has_adapters)
+            for shape in plain
+            for has_adapters in (True, False)
         ]
 
     @property
@@ -167,6 +187,13 @@ class StepGraphs:
         """Return the captured shape that a step is padded to; None if no graph fits."""
         if not self._graphs:
             return None
+        plain = self._fit_plain(shape)
+        if plain is None or not shape.has_adapters:
+            return plain
+        return replace(plain, has_adapters=True)
+
+    def _fit_plain(self, shape: StepShape) -> StepShape | None:
+        """Return the shape that a step is padded to, without adapters; None if none fits."""
         if shape.has_drafts:
             size = _least(self._decode_sizes, shape.num_rows)
             if size is None or not shape.samples or shape.query_len != 1 + self._max_drafts:

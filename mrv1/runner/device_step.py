@@ -173,6 +173,7 @@ class DeviceStep:
             max_stop_seqs_num=config.max_stop_seqs_num,
             stop_seqs_max_len=config.stop_seqs_max_len,
             max_mrope_spans=0 if model_config.vision is None else config.max_mm_items + 1,
+            has_adapters=config.enable_lora,
         )
         shared = {NEXT_UPLOAD: Field(is_shared=True)} | FeatureBuffer.fields(config)
         return {**state, **BlockTables.fields(head_groups.groups), **sampling, **shared}
@@ -250,8 +251,9 @@ class DeviceStep:
             memory=memory,
         )
         self.graphs = StepGraphs(
-            num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens
-        )
+            num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens,
+            has_adapters=config.enable_lora,
+        )  # fmt: skip
         # Of the tokens of a graph with prompts, for its sampling. Graphs share it: each would keep
         # tensors of its own out of the memory that they share.
         num_tokens = num_slots + config.max_num_batched_tokens
@@ -346,9 +348,8 @@ class DeviceStep:
 
     def run_tail(self, forwarded: Forwarded, tail: Tail) -> None:
         """Launch the sampling after ``run_padding``, for a graph to capture."""
-        batch, hidden = forwarded
-        masks = self.masks.first(batch.shape.num_rows) if tail.masks else None
-        self.sample(batch, hidden, masks=masks, stores_logprobs=tail.logprobs)
+        masks = self.masks.first(forwarded[0].shape.num_rows) if tail.masks else None
+        self.sample(*forwarded, masks=masks, stores_logprobs=tail.logprobs)
 
     def forward(
         self,
@@ -464,7 +465,8 @@ class DeviceStep:
             if launch.wanted:
                 rows = launch.shape.num_rows
                 reports = [self.logprobs.send(launch.slot, rows, launch.wanted)]
-        return reports, [self.report_prompt(part, forwarded[1]) for part in launch.prompts]
+        tokens = forwarded[1], forwarded[0].adapter_slots
+        return reports, [self.report_prompt(part, *tokens) for part in launch.prompts]
 
     def sample(
         self,
@@ -484,10 +486,9 @@ class DeviceStep:
         if shape.has_drafts:
             tokens, num_sampled, reports = self._draw_after_drafts(batch, hidden, wanted)
         else:
-            if shape.query_len != 1:  # else each row is one token
-                hidden = hidden.index_select(0, batch.logits_rows.clamp(min=0))
+            rows = None if shape.query_len == 1 else batch.logits_rows.clamp(min=0)
             drawn, reports = self.draw(
-                self.logits.compute(hidden),
+                self.logits.compute(hidden, batch.adapter_slots, rows),
                 staged.idx_mapping,
                 wanted,
                 masks,
@@ -603,9 +604,9 @@ class DeviceStep:
         rows = torch.where(is_drawn, logits_rows[:, None] + ahead, 0)
 
         def draw(start: int, end: int) -> tuple[torch.Tensor, list[LogprobReport]]:
-            part = rows[start:end]
+            part, slots = rows[start:end], batch.adapter_slots
             return self.draw(
-                self.logits.compute(hidden.index_select(0, part.flatten()), again=start > 0),
+                self.logits.compute(hidden, slots, part.flatten(), again=start > 0),
                 idx_mapping[start:end].repeat_interleave(len(ahead)),
                 [
                     replace(each, device_row=each.device_row - start)
@@ -623,13 +624,16 @@ class DeviceStep:
         num_accepted = is_accepted.int().cumprod(dim=1).sum(dim=1, dtype=torch.int32)
         return tokens, num_accepted + 1, [report for _, reports in drawn for report in reports]
 
-    def report_prompt(self, part: PromptPart, hidden: torch.Tensor) -> LogprobReport:
-        """Return the log-probabilities of a part of a prompt, computed in chunks."""
+    def report_prompt(
+        self, part: PromptPart, hidden: torch.Tensor, adapter_slots: torch.Tensor | None = None
+    ) -> LogprobReport:
+        """Return the log-probabilities of a part of a prompt, from a step's tokens, in chunks."""
         hidden = hidden[part.tokens]
+        slots = None if adapter_slots is None else adapter_slots[part.tokens]
         (report,) = reports_of(
             [part.wanted],
             self.state.slots.token_ids[part.slot, part.following].long(),
-            lambda chunk: self.logits.compute(hidden[chunk], again=True),
+            lambda chunk: self.logits.compute(hidden, slots, chunk, again=True),
             self.ops,
             chunk_rows=LOGITS_CHUNK,
         )

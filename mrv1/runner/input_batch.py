@@ -23,6 +23,8 @@ class SampledRows:
     staged: Staged
     logits_rows: torch.Tensor
     """[rows] int64, token that the row samples from; -1 = padding, stopped or unfinished."""
+    adapter_slots: torch.Tensor | None
+    """[tokens] int32, as in ``AttentionBatch``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,12 @@ class InputBatch(SampledRows):
     @property
     def sampled(self) -> SampledRows:
         """The part that the sampling reads, without the memory of the other part."""
-        return SampledRows(shape=self.shape, staged=self.staged, logits_rows=self.logits_rows)
+        return SampledRows(
+            shape=self.shape,
+            staged=self.staged,
+            logits_rows=self.logits_rows,
+            adapter_slots=self.adapter_slots,
+        )
 
 
 def gather(
@@ -64,6 +71,7 @@ def gather(
         slot_mapping=int64(num_groups, num_tokens),
         logits_rows=int64(num_rows),
         block_table=block_table,
+        adapter_slots=int32(num_tokens) if shape.has_adapters else None,
     )
     ops.gather_tokens(
         staged.idx_mapping,
@@ -88,13 +96,18 @@ def gather(
         num_tokens=num_tokens,
         num_reqs=num_rows,
         features=features,
+        adapter_slots=gathered.adapter_slots,
         is_visual=visual_ids
         if visual_ids is None
         else _visual_tokens(gathered.input_ids, shape, staged, slots, visual_ids),
         attn_mask_offsets=attn_mask_offsets,
     )
     return InputBatch(
-        shape=shape, staged=staged, attention=attention, logits_rows=gathered.logits_rows
+        shape=shape,
+        staged=staged,
+        attention=attention,
+        logits_rows=gathered.logits_rows,
+        adapter_slots=gathered.adapter_slots,
     )
 
 

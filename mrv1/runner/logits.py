@@ -90,17 +90,29 @@ class StepLogits:
         self._kept = replace(self.shards, logits=kept)
         self._nothing = torch.zeros(1, dtype=torch.float32, device=device)
 
-    def compute(self, hidden: torch.Tensor, *, again: bool = False) -> LogitsRows:
-        """Return the logits of [rows, hidden] states.
+    def compute(
+        self,
+        hidden: torch.Tensor,
+        adapter_slots: torch.Tensor | None = None,
+        rows: torch.Tensor | slice | None = None,
+        *,
+        again: bool = False,
+    ) -> LogitsRows:
+        """Return the logits of ``rows`` (None = all) of [tokens, hidden] states.
 
+        ``adapter_slots`` are those of the tokens, [tokens]; None = no token has an adapter.
         ``again``: not the first logits of the step. Peers may still read those of before, and
         log-probabilities are read from these without a draw: the ranks meet, before and after.
         """
+        if rows is not None:
+            hidden = _some(hidden, rows)
+            adapter_slots = None if adapter_slots is None else _some(adapter_slots, rows)
         if self.shards is None:
-            return LogitsRows(self._model.compute_logits(hidden))
+            adapters = () if adapter_slots is None else (adapter_slots,)
+            return LogitsRows(self._model.compute_logits(hidden, *adapters))
         if again:
             self._meet()
-        self._model.compute_shard(hidden, self.shards.padded(len(hidden)))
+        self._model.compute_shard(hidden, self.shards.padded(len(hidden)), adapter_slots)
         if again:
             self._meet()
         return LogitsRows(self.shards.own(len(hidden)), self.shards)
@@ -124,3 +136,7 @@ class StepLogits:
             return logits.at(rows)
         values = logits.values[rows]
         return LogitsRows(self._kept.own(len(values)).copy_(values), self._kept)
+
+
+def _some(tensor: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)

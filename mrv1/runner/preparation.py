@@ -139,12 +139,15 @@ class StepPreparation:
             and not step.processors
             and not self.logprobs.any(plan.slots, num_before),
         )
+        uses_adapters = step.state.use_adapters(plan)
         query_len = 1 + step.config.max_draft_tokens
         if shape.has_drafts and query_len > 1:  # no other length, which would be compiled first
             if self._may_pad_drafts(plan, masked, query_len):
                 shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
             else:
                 shape = replace(shape, query_len=None)
+        if uses_adapters:
+            shape = replace(shape, has_adapters=True)
         captured = None  # a graph has no ranges of keys
         if masked is None and step.staging.fits(upload) and (not is_heard or shape.query_len == 1):
             captured = step.graphs.fit(shape)

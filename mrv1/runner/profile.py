@@ -20,6 +20,7 @@ term's rows, of its tokens only, in memory of their own (``StepLogits``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -120,7 +121,15 @@ def empty_batch(step: DeviceStep, query_lens: list[int]) -> AttentionBatch:
         query_len=1 if uniform else None,
         num_tokens=num_tokens,
         num_reqs=num_reqs,
+        adapter_slots=_no_adapters(step, num_tokens),
     )
+
+
+def _no_adapters(step: DeviceStep, num_tokens: int) -> torch.Tensor | None:
+    """Return slots of tokens without adapters, but with their launches; None = without LoRA."""
+    if step.model.lora is None:
+        return None
+    return torch.full((num_tokens,), -1, dtype=torch.int32, device=step.device)
 
 
 def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
@@ -132,7 +141,7 @@ def _sample_most(step: DeviceStep, hidden: torch.Tensor) -> None:
     with_padding = step.max_padded_rows
     rows = torch.zeros(with_padding, dtype=torch.int64, device=device)
     step.draw(
-        step.logits.compute(hidden.index_select(0, rows)),
+        step.logits.compute(hidden.index_select(0, rows), _no_adapters(step, with_padding)),
         torch.full((with_padding,), -1, dtype=torch.int32, device=device),
         [
             Wanted(row, most, most_ids, True, row)
@@ -171,7 +180,8 @@ def warm_up(step: DeviceStep) -> None:
     hidden_size = step.model.config.hidden_size
     rows = torch.zeros(LOGITS_CHUNK, hidden_size, dtype=step.model.dtype, device=step.device)
     for power in range(LOGITS_CHUNK.bit_length()):
-        step.logits.compute(rows[: 1 << power], again=True)
+        for slots in dict.fromkeys((None, _no_adapters(step, 1 << power))):
+            step.logits.compute(rows[: 1 << power], slots, again=True)
     max_drafts = step.config.max_draft_tokens
     if max_drafts:
         drafts = ((0,) * max_drafts, ())
@@ -240,6 +250,9 @@ def _launch_padding(
     is_masked: bool = False,
 ) -> None:
     """Launch a step of padding, and all that may follow its layers, on a few rows."""
+    if step.model.lora is not None and not shape.has_adapters:
+        twin = replace(shape, has_adapters=True)
+        _launch_padding(step, twin, query_lens, drafts, is_masked=is_masked)
     num_rows, upload = shape.num_rows, StepUpload()
     padding = np.full(num_rows, -1, dtype=np.int32)
     sent = step.staging.send(0, upload, padding, query_lens, drafts=drafts)
@@ -262,6 +275,7 @@ def _launch_padding(
         step.sample(batch, hidden, [wanted])
     tokens = slice(min(len(hidden), 2))
     for count in {min(most, 2), most}:
-        step.report_prompt(PromptPart(Wanted(0, count), tokens, 0, tokens), hidden)
+        part = PromptPart(Wanted(0, count), tokens, 0, tokens)
+        step.report_prompt(part, hidden, batch.adapter_slots)
     if step.device.type == "cuda":
         torch.cuda.synchronize()  # the next step overwrites the upload

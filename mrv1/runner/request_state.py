@@ -50,6 +50,7 @@ class RequestState:
         max_stop_seqs_num: int,
         stop_seqs_max_len: int,
         max_mrope_spans: int = 0,
+        has_adapters: bool = False,
     ) -> Mapping[str, Field]:
         """Return the fields that a slot has on the device."""
         mrope = {
@@ -70,6 +71,7 @@ class RequestState:
             "min_total_tokens": Field(),  # length before which no stop sequence ends the request
             "stopped": Field(),  # a stop code of mrv1.kernels.post_update
             **(mrope if max_mrope_spans else {}),
+            **({"adapter_slot": Field()} if has_adapters else {}),  # -1 = none
         }
 
     def __init__(
@@ -94,6 +96,7 @@ class RequestState:
         self.slots = RequestSlots(**{name: slots[name] for name in names} | shaped)
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
+        self._uses_adapter_np = np.zeros(max_num_reqs, dtype=np.bool_)
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._held_np = self._epochs_np
         """The epochs before the requests of the last plan entered."""
@@ -160,6 +163,7 @@ class RequestState:
             self._epochs_np[request.slot] = request.epoch
             self._req_ids[request.slot] = request.req_id
             self._is_drafting_np[request.slot] = False
+            self._uses_adapter_np[request.slot] = request.adapter_slot >= 0
             self.num_tokens_np[request.slot] = len(request.token_ids)
             self.num_computed_tokens_np[request.slot] = request.num_computed_tokens
             self._stage_entering(request, upload)
@@ -231,6 +235,8 @@ class RequestState:
             ("stopped", [RUNNING]),
         ):
             upload.put(first_word(name, request.slot), words)
+        if self.slots.adapter_slot is not None:
+            upload.put(first_word("adapter_slot", request.slot), [request.adapter_slot])
         if self._vision is not None:
             spans = mrope_positions(request.multimodal, request.prompt_len, self._vision).spans
             upload.put(first_word("num_mrope_spans", request.slot), [len(spans)])
@@ -289,6 +295,10 @@ class RequestState:
             raise ValueError(
                 f"stop_token_sequences {name}: expected at most {max_num} of 1 to {max_len} "
                 f"tokens, got {len(lens)} of {lens}"
+            )
+        if request.adapter_slot >= 0 and self.slots.adapter_slot is None:
+            raise ValueError(
+                f"adapter_slot {name}: expected -1 without enable_lora, got {request.adapter_slot}"
             )
         spans = self.slots.mrope_spans
         if spans is not None and len(request.multimodal) >= spans.shape[1]:  # one for the output
@@ -354,6 +364,10 @@ class RequestState:
                 self.num_tokens_np[slot] += len(tokens)
                 self.num_computed_tokens_np[slot] = self.num_tokens_np[slot] - 1
                 self._is_drafting_np[slot] = False
+
+    def use_adapters(self, plan: StepPlan) -> bool:
+        """Return whether some request of the plan has an adapter."""
+        return bool(self._uses_adapter_np[plan.slots].any())
 
     def num_before(self, plan: StepPlan) -> Int32Array:
         """Return the tokens of each row computed before the step, which the mirrors count."""

@@ -43,6 +43,8 @@ class StepShape:
     has_drafts: bool = False
     samples: bool = True
     """Whether the graph draws too: without log-probabilities, masks, custom processors."""
+    has_adapters: bool = False
+    """Whether some request may have an adapter (LoRA)."""
 
     @classmethod
     def of(

@@ -144,6 +144,9 @@ def build_parts(
         raise ConfigError(
             f"model: expected one with deterministic={config.deterministic}, as configured"
         )
+    if config.enable_lora:
+        with within_memory("max_loras, max_lora_rank", "the adapters", device):
+            model.enable_lora(config.max_loras, config.max_lora_rank)
     with within_memory("max_num_seqs", "the state of requests", device):
         step = DeviceStep(
             config,

@@ -33,6 +33,7 @@ def cases(target: Target) -> list[AotCase]:
         _scatter_segments(overlap),
         _gather_tokens("ragged", overlap),
         _gather_tokens("uniform", overlap, uniform=True),
+        _gather_tokens("ragged-adapters", overlap, adapters=True),
         _gather_tokens("drafts-mrope", overlap, drafts=True, mrope=True),
         _gather_tokens("uniform-drafts-mrope", overlap, uniform=True, drafts=True, mrope=True),
         *(_post_update(num_columns, overlap) for num_columns in (1, 4, 8)),
@@ -120,8 +121,9 @@ def _scatter_segments(overlap: bool) -> AotCase:
 
 
 def _gather_tokens(
-    name: str, overlap: bool, *, uniform: bool = False, drafts: bool = False, mrope: bool = False
-) -> AotCase:
+    name: str, overlap: bool, *, uniform: bool = False, drafts: bool = False, mrope: bool = False,
+    adapters: bool = False,
+) -> AotCase:  # fmt: skip
     config = GatherTokensConfig.default_for()
     int32, int64 = pointer(INT32), pointer(INT64)
     draft_arguments = (int32, 7, int32) if drafts else (None, 0, None)
@@ -144,7 +146,8 @@ def _gather_tokens(
             "TILE_TOKENS": config.tile_tokens,
             "TILE_ROWS": config.tile_rows,
             "TILE_COLUMNS": config.tile_columns,
-        },
+        }
+        | ({"adapter_slots_ptr": int32, "adapter_slot_ptr": int32} if adapters else {}),
         num_warps=config.num_warps,
     )
 

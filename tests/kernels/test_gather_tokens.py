@@ -71,6 +71,7 @@ class Case:
     has_drafts: bool = False
     has_mrope: bool = False
     has_block_table: bool = False
+    has_adapters: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -131,6 +132,8 @@ class Case:
             spans[..., 6] = scales.view(torch.int32)
             optional["mrope_spans"] = spans[:, :MAX_SPANS]
             optional["num_mrope_spans"] = random(0, MAX_SPANS + 1, self.max_num_reqs)
+        if self.has_adapters:
+            optional["adapter_slot"] = torch.arange(self.max_num_reqs, dtype=torch.int32) % 3 - 1
         return {
             **{name: torch.tensor(v, dtype=torch.int32) for name, v in integers.items()},
             "token_ids": tokens[:, 8 : 8 + self.max_model_len],
@@ -157,6 +160,7 @@ class Outputs:
     slot_mapping: torch.Tensor
     logits_rows: torch.Tensor
     block_table: torch.Tensor | None
+    adapter_slots: torch.Tensor | None
 
     @classmethod
     def poisoned(cls, case: Case, device) -> Outputs:
@@ -175,6 +179,7 @@ class Outputs:
             slot_mapping=full(len(case.groups), num_padded + 8)[:, :num_padded],
             logits_rows=full(num_rows),
             block_table=table if case.has_block_table else None,
+            adapter_slots=full(num_padded, dtype=torch.int32) if case.has_adapters else None,
         )
 
     def assert_equal(self, other: Outputs) -> None:
@@ -220,6 +225,8 @@ def _by_hand(case: Case) -> Outputs:
     outputs = Outputs.poisoned(case, "cpu")
     outputs.input_ids.zero_(), outputs.positions.zero_(), outputs.slot_mapping.fill_(-1)
     outputs.seq_lens.zero_(), outputs.logits_rows.fill_(-1)
+    if outputs.adapter_slots is not None:
+        outputs.adapter_slots.fill_(-1)
     token = 0
     for index, row in enumerate(case.rows):
         start, token = token, token + row.query_len
@@ -247,6 +254,8 @@ def _by_hand_token(
     case: Case, inputs: dict[str, list], outputs: Outputs, index: int, position: int, at: int
 ) -> None:
     row = case.rows[index]
+    if outputs.adapter_slots is not None:
+        outputs.adapter_slots[at] = inputs["adapter_slot"][row.slot]
     if position < row.known:
         outputs.input_ids[at] = inputs["token_ids"][row.slot][position]
     else:
@@ -286,7 +295,7 @@ def _position_by_hand(spans: list[list[int]], position: int) -> list[int]:
     return [position + delta] * 3
 
 
-FEATURES = ("has_drafts", "has_mrope", "has_block_table")
+FEATURES = ("has_drafts", "has_mrope", "has_block_table", "has_adapters")
 ALL = dict.fromkeys(FEATURES, True)
 
 
@@ -639,6 +648,12 @@ SPANS = torch.zeros(5, 4, MROPE_SPAN_WORDS, dtype=torch.int32)
             {"mrope_spans": SPANS, "num_mrope_spans": INT32.new_zeros(5)},
             ValueError,
             r"positions: expected shape \[3, 3\], got \[3\]",
+        ),
+        ({"adapter_slots": INT32}, TypeError, r"adapter_slot: expected a torch.Tensor, got None"),
+        (
+            {"adapter_slots": INT32, "adapter_slot": INT32.new_zeros(5)},
+            ValueError,
+            r"adapter_slots: expected shape \[3\], got \[2\]",
         ),
         ({"block_table": INT32[None]}, ValueError, r"block_table: expected shape \[2, 7\], got"),
         (

@@ -38,6 +38,20 @@ def test_graph_sizes_rise_to_the_maximum_of_a_step(most):
     assert max(padding, default=1) <= 2
 
 
+def test_each_graph_has_a_twin_with_adapters_if_requests_may_have_some():
+    plain = StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, 3)
+    graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, 3, has_adapters=True))
+    assert not any(shape.has_adapters for shape in plain.shapes)
+    for names in ("shapes", "largest"):
+        twins, own = getattr(graphs, names), getattr(plain, names)
+        assert twins[1::2] == own
+        assert twins[::2] == [replace(shape, has_adapters=True) for shape in own]
+    for shape in plain.shapes:
+        assert graphs.fit(shape) == shape
+        twin = replace(shape, has_adapters=True)
+        assert graphs.fit(twin) == twin
+
+
 def captured(graphs: StepGraphs) -> StepGraphs:
     graphs._graphs = dict.fromkeys(graphs.shapes)
     return graphs
@@ -134,6 +148,7 @@ class LaunchedGraphs(StepGraphs):
             config.max_num_batched_tokens,
             runner.max_model_len,
             config.max_draft_tokens,
+            has_adapters=config.enable_lora,
         )
         captured(self)
         self.runner = runner

@@ -74,6 +74,9 @@ class RequestSlots:
     a token has one position."""
     num_mrope_spans: torch.Tensor | None = None
     """[max_num_reqs], number of spans of each slot, from row 0. Goes with ``mrope_spans``."""
+    adapter_slot: torch.Tensor | None = None
+    """[max_num_reqs], the slot of the request's adapter (LoRA), -1 = none. None = no request has
+    one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,9 @@ class GatheredTokens:
     else: for a group without a ring, the first ceil(seq_len / block_size) of its segment (at most
     ceil(max_model_len / block_size)); for a group with a ring, all ceil(sink / block_size) +
     ring_blocks; for a padding row, none. None = not wanted."""
+    adapter_slots: torch.Tensor | None = None
+    """[padded tokens] int32: the adapter slot of each token's request; -1 = none, or padding. None
+    = not wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

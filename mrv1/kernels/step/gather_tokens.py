@@ -58,7 +58,7 @@ class _Queries(NamedTuple):
 
 
 class _Sources(NamedTuple):
-    """The sources of token ids and positions."""
+    """The sources of token ids, positions and adapters."""
 
     token_ids_ptr: tl.tensor
     stride_token_ids_slot: tl.tensor
@@ -68,6 +68,7 @@ class _Sources(NamedTuple):
     mrope_spans_ptr: tl.tensor  # or None
     stride_mrope_spans_slot: tl.tensor
     num_mrope_spans_ptr: tl.tensor
+    adapter_slot_ptr: tl.tensor  # or None
 
 
 class _Segment(NamedTuple):
@@ -88,6 +89,7 @@ class _Tokens(NamedTuple):
     stride_positions_axis: tl.tensor
     slot_mapping_ptr: tl.tensor
     num_padded_tokens: tl.tensor
+    adapter_slots_ptr: tl.tensor  # or None
 
 
 @triton.jit
@@ -234,6 +236,9 @@ def _gather_tile_of_tokens(
 
     if IS_FIRST_GROUP:
         _gather_ids_and_positions(outputs, sources, token, row, slot, position, known, is_token)
+        if outputs.adapter_slots_ptr is not None:
+            adapter = tl.load(sources.adapter_slot_ptr + slot, mask=is_token, other=-1)
+            tl.store(outputs.adapter_slots_ptr + token, adapter, mask=is_output)
 
     sink_blocks, ring_blocks = segment.sink_blocks, segment.ring_blocks
     logical = position // BLOCK_SIZE
@@ -331,6 +336,8 @@ def _gather_tokens_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
+    adapter_slots_ptr=None,  # [num_padded_tokens] int32, or None
+    adapter_slot_ptr=None,  # [max_num_reqs] int32, or None
 ):
     """Grid (token tiles + row tiles + block-table tiles, num_groups): see the module docstring."""
     wait_for_previous(OVERLAP)
@@ -344,7 +351,7 @@ def _gather_tokens_kernel(
     sources = _Sources(
         token_ids_ptr, stride_token_ids_slot, max_model_len, draft_token_ids_ptr,
         stride_draft_token_ids_row, mrope_spans_ptr, stride_mrope_spans_slot,
-        num_mrope_spans_ptr,
+        num_mrope_spans_ptr, adapter_slot_ptr,
     )  # fmt: skip
     outputs = _Tokens(
         input_ids_ptr,
@@ -352,6 +359,7 @@ def _gather_tokens_kernel(
         stride_positions_axis,
         slot_mapping_ptr + group.to(tl.int64) * stride_slot_mapping_group,
         num_padded_tokens,
+        adapter_slots_ptr,
     )
     segment = _Segment(
         block_tables_ptr,
@@ -461,6 +469,8 @@ def gather_tokens(
     check_queries(query_start_loc, query_len, num_rows, device)
     _check_drafts(idx_mapping, draft_token_ids, num_draft_tokens)
     _check_mrope(slots, device)
+    if out.adapter_slots is not None:
+        check_slots(slots, device, "adapter_slot")
     num_groups = _check_tables(tables, slots.token_ids.shape[0], device)
     _check_outputs(out, num_rows, num_groups, tables, slots.mrope_spans is not None, device)
     num_padded_tokens = out.input_ids.shape[0]
@@ -498,7 +508,15 @@ def gather_tokens(
         TILE_COLUMNS=config.tile_columns,
         num_warps=config.num_warps,
         **overlap_options(device),
+        **_adapter_arguments(slots, out),
     )
+
+
+def _adapter_arguments(slots: RequestSlots, out: GatheredTokens) -> dict[str, torch.Tensor | None]:
+    """Return the kernel's arguments for adapters, none if they are not wanted."""
+    if out.adapter_slots is None:
+        return {}
+    return {"adapter_slots_ptr": out.adapter_slots, "adapter_slot_ptr": slots.adapter_slot}
 
 
 def _check_drafts(
@@ -572,6 +590,8 @@ def _check_outputs(
     int64("out.logits_rows", out.logits_rows, shape=(num_rows,), contiguous=True)
     shape = (num_groups, num_tokens)
     int64("out.slot_mapping", out.slot_mapping, shape=shape, unit_last_stride=True)
+    if out.adapter_slots is not None:
+        int32("out.adapter_slots", out.adapter_slots, shape=(num_tokens,), contiguous=True)
     if out.block_table is not None:
         shape = (num_rows, tables.block_tables.shape[1])
         int32("out.block_table", out.block_table, shape=shape, unit_last_stride=True)

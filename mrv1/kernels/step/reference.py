@@ -76,6 +76,9 @@ def gather_tokens(
         draft = positions - known[rows]
         is_draft = draft >= 0
         out.input_ids[tokens[is_draft]] = draft_token_ids[rows[is_draft], draft[is_draft]].long()
+    if out.adapter_slots is not None and slots.adapter_slot is not None:
+        out.adapter_slots.fill_(-1)
+        out.adapter_slots[tokens] = slots.adapter_slot[slot[rows]]
     if slots.mrope_spans is None or slots.num_mrope_spans is None:
         out.positions[tokens] = positions
     else:
