@@ -116,14 +116,16 @@ def combine(
         of_token = leaves * num_chosen * into["out"].shape[1] * 4
         at_once = max(LEAF_BYTES // of_token // 16, 1) * 16  # slices are aligned alike
     for first in range(0, num_tokens, at_once):
-        tokens, products = slice(first, first + at_once), None
-        for experts, ids, activated in routed.parts:
-            products = ops.expert_linear(
-                activated[first * num_chosen : (first + at_once) * num_chosen],
+        tokens = slice(first, first + at_once)
+        pairs = slice(first * num_chosen, (first + at_once) * num_chosen)
+        out: torch.Tensor | None = None
+        for experts, ids, activated in routed.parts:  # each fills its rows of one tensor
+            out = products = ops.expert_linear(
+                activated[pairs],
                 experts.down_of_experts,
                 ids[tokens],
                 bias=experts.down_bias if adds_bias else None,
-                out=products,
+                out=out,
                 deterministic=deterministic,
                 leaves=leaves,
                 num_shared=experts.num_shared,

@@ -183,7 +183,7 @@ class ExpertNames:
         found = _FUSED.fullmatch(name)
         if found is None:
             return None
-        return self._pieces(*found.groups(), self._experts.intermediate_size)
+        return self._pieces(found[1], found[2], self._experts.intermediate_size)
 
     def _pieces(
         self, layer: str, kind: str, width: int, first: int = 0
