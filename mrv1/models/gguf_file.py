@@ -40,6 +40,7 @@ FAMILIES = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
 }
 """``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``,
 dense Granite 4 ``granite``."""

@@ -41,6 +41,7 @@ ARCHITECTURE = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
     "glm4": "glm4", "olmo2": "olmo2", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3",
+    "ernie4_5": "ernie4_5",
 }  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
@@ -214,6 +215,7 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("gemma2", LAYERS["gemma2"] | {"attn_logit_softcapping": 3.0}),
         ("gemma3_text", LAYERS["gemma3_text"] | {"final_logit_softcapping": 7.0}),
         ("gemma3_text", {"query_pre_attn_scalar": 32}),
+        ("ernie4_5", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 16}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
@@ -516,7 +518,7 @@ def test_another_family_is_refused(tmp_path):
     writer.close()
     message = (
         "general.architecture: expected one of llama, qwen2, qwen3, smollm3, granite, seed_oss, "
-        "glm4, olmo2, phi3, gemma2, gemma3, got 'falcon'"
+        "glm4, olmo2, phi3, gemma2, gemma3, ernie4_5, got 'falcon'"
     )
     check_refused(tmp_path / "model.gguf", message)
 
