@@ -38,6 +38,8 @@ _CAPS = {
     "final_logit_softcapping": "logits_soft_cap",
 }
 """Settings of Gemma that cap, and their fields."""
+_OWN_CODE = {"ernie4_5_moe_vl": "ernie4_5_vl_moe"}
+"""A ``model_type`` whose settings only code of the checkpoint reads -> that of transformers."""
 
 
 def support_problems(raw: Mapping[str, Any]) -> list[str]:
@@ -47,6 +49,12 @@ def support_problems(raw: Mapping[str, Any]) -> list[str]:
         architecture_name(raw)
     except ConfigError as error:
         problems.append(str(error))
+    if isinstance(given := raw.get("model_type"), str) and given in _OWN_CODE:
+        problems.append(
+            f"model_type: expected {_OWN_CODE[given]!r}, with transformers' settings, got "
+            f"{given!r}, whose settings only code of the checkpoint reads: take a revision with "
+            "the others, see docs/multimodal.md"
+        )
     text = raw.get("text_config")
     for name, part in (("", raw), ("text_config.", text if isinstance(text, Mapping) else {})):
         for key in ("dtype", "torch_dtype"):

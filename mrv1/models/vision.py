@@ -19,7 +19,7 @@ VISION_PREFIXES = ("model.visual.", "visual.")
 """Beginnings of the names of the vision encoder's tensors."""
 _OUTSIDE = (
     *VISION_PREFIXES, "model.vision_model.", "model.vision_tower.", "model.resampler_model.",
-    "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.",
+    "model.multi_modal_projector.", "vision_model.", "vision_tower.", "multi_modal_projector.",
 )  # fmt: skip
 """Beginnings of the names of tensors that are not of the text model."""
 

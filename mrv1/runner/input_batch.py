@@ -124,7 +124,12 @@ def _visual_tokens(
     if shape.query_len is not None:  # the upload has none
         end = (shape.num_rows + 1) * shape.query_len
         starts = torch.arange(0, end, shape.query_len, dtype=starts.dtype, device=starts.device)
-    left_of_prompt = (slots.prompt_len - slots.num_computed_tokens).index_select(0, slot)
+    ends = slots.num_tokens.index_select(0, slot)
+    if staged.num_draft_tokens is not None:
+        ends = ends + staged.num_draft_tokens
+    # A query may begin before the first token to compute, as in gather_tokens.
+    first = torch.minimum(slots.num_computed_tokens.index_select(0, slot), ends - starts.diff())
+    left_of_prompt = slots.prompt_len.index_select(0, slot) - first
     index = torch.arange(len(input_ids), dtype=starts.dtype, device=input_ids.device)
     row = torch.searchsorted(starts[1:], index, right=True).clamp(max=len(slot) - 1)
     is_of_prompt = index < (starts[:-1] + left_of_prompt).index_select(0, row)

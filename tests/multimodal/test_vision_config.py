@@ -143,6 +143,18 @@ def test_published_files_are_read(tmp_path, published):
     assert config.feature_size == 2048 * (4 if is_qwen3 else 1)
 
 
+def test_settings_for_code_of_the_checkpoint_are_named(tmp_path):
+    """As ERNIE's are published: flat, with lists of both modalities' numbers."""
+    own = ERNIE_VL | {
+        "auto_map": {"AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig"},
+        "model_type": "ernie4_5_moe_vl",
+    }
+    with pytest.raises(
+        ConfigError, match=r"model_type: expected 'ernie4_5_vl_moe', .* a revision"
+    ):
+        read(tmp_path, own)
+
+
 @pytest.mark.parametrize("name", ["Ernie4_5_VLMoe", "Ernie4_5_VL_Moe"])
 def test_a_published_file_of_ernie_is_read(tmp_path, name):
     """Under the name of transformers, and under that of its versions before 5.24."""

@@ -37,6 +37,7 @@ from tests.multimodal.test_vision_models import (
     make_prompt,
     types_for_experts,
 )
+from tests.runner.test_model_runner import enter, make_plan
 
 PARTS: list[int | Visual] = [
     3, Visual((1, 4, 6)), 5, Visual((2, 4, 4), is_video=True), 4, Visual((1, 6, 2)), 2,
@@ -205,6 +206,41 @@ def test_tokens_of_prompts_alone_have_experts_for_images(tmp_path):
         logits = oracle(ids, moe_mm_token_type_ids=types).logits[0]
     theirs = logits[2:-1].log_softmax(-1)
     torch.testing.assert_close(by_token(request.output_logprobs), theirs, rtol=0, atol=1e-4)
+
+
+def test_visual_tokens_are_found_in_a_query_that_begins_earlier(tmp_path):
+    """Beside a row of drafts, a short prompt has as many tokens, and the first are of no use."""
+    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    own = enter("a", 0, [3, 5, 7])
+    short = enter(
+        "b", 1, [4, 6, IMAGE_START], sampling_params=SamplingParams(temperature=0, logprobs=VOCAB)
+    )
+    drafts = {"draft_token_ids": ((9, 8, 7), ())}
+    steps = {"a": (0, 4, ()), "b": (1, 3, (1,))}
+    options = {"speculative": {"method": "ngram", "num_tokens": 3}, "max_model_len": 512}
+    runner = engine(tmp_path, **options).runner
+    runner.execute(make_plan(0, {"a": (0, 3, (0,))}, new=(own,))).result()
+    output = runner.execute(make_plan(1, steps, new=(short,), **drafts)).result()
+    types = types_for_experts("ernie4_5_vl_moe", short.token_ids.tolist())
+    with torch.no_grad():
+        theirs = oracle(torch.tensor([short.token_ids.tolist()]), **types).logits[0, -1:]
+    got = by_token([output.logprobs[1]])
+    torch.testing.assert_close(got, theirs.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+def test_the_encoder_of_published_files_is_left_out(tmp_path):
+    """Their names do not begin with the model's, as those of transformers do."""
+    _, prompt = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    (expected,) = generate(engine(tmp_path), [prompt], 2)
+    file = tmp_path / "model.safetensors"
+    state = {
+        name.removeprefix("model.") if name.startswith("model.vision_model.") else name: tensor
+        for name, tensor in load_file(file).items()
+    }
+    assert any(name.startswith("vision_model.") for name in state)
+    save_file(state, file, metadata={"format": "pt"})
+    (request,) = generate(engine(tmp_path), [prompt], 2)
+    assert request.output_token_ids == expected.output_token_ids
 
 
 def test_ranks_divide_experts_of_both_kinds():
