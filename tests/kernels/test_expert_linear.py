@@ -337,6 +337,20 @@ def test_leaves_of_codes_and_the_bias_of_the_first(device, kind):
     torch.testing.assert_close(whole[:, has_expert], oracle[:, has_expert], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("leaves", [None, 8])
+def test_the_fewest_inputs_of_codes(device, leaves):
+    """All inputs, or those of a leaf, share 16 bits."""
+    ids = routed("spread", 2, 1, 5, 0).to(device)
+    num_in = 4 * (leaves or 1)
+    x = normal((2, num_in), torch.float32, device)
+    weight = random_experts("int4_row", 5, 8, num_in, torch.float32, seed=0, device=device)
+    options = {"deterministic": leaves is not None, "leaves": leaves}
+    torch.testing.assert_close(
+        kernels.expert_linear(x, weight, ids, **options),
+        reference.expert_linear(x, weight, ids, **options),
+    )
+
+
 def test_deterministic_bits_of_codes_are_those_of_their_values(device):
     ids = routed("spread", 9, 2, 5, 0).to(device)
     x = normal((9, 160), torch.float16, device)

@@ -127,7 +127,7 @@ class ExpertConfig:
         return cls(
             tile_pairs=16 if deterministic else min(64, next_power_of_2(num_pairs)),
             tile_rows=min(1024, max(2, next_power_of_2(num_rows))),
-            tile_in=min(1024, next_power_of_2(cdiv(num_in, 2))),
+            tile_in=min(1024, max(4, next_power_of_2(cdiv(num_in, 2)))),  # 16 bits of codes
             is_sorted=deterministic or num_pairs > 64,
             num_warps=1,
             num_stages=1,
