@@ -19,7 +19,8 @@ from mrv1.config import QuantizationName, checkpoint_dir
 from mrv1.errors import ConfigError
 from mrv1.models.files import raise_problems, read_json, refusal
 from mrv1.models.gguf_file import SUFFIX, GGUFFile, open_gguf
-from mrv1.models.hf_config import support_problems
+from mrv1.models.hf_config import WEIGHT_DTYPES, support_problems
+from mrv1.models.places import stored_dtype
 from mrv1.models.quantization import GGUFBlocks, Quantization, read_quantization
 from mrv1.models.tokenizer import TOKENIZER_FILES, load_from_files, missing_packages
 from mrv1.models.vision import text_name
@@ -36,6 +37,7 @@ GENERATION_CONFIG = "generation_config.json"
 KEPT_ON: tuple[str, ...] = ()
 """Types of devices where blocks of a GGUF file are kept unless asked otherwise. On a CPU each
 product would widen them again; for a GPU there are kernels, but none has run on one yet."""
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", SUFFIX)
 
 
@@ -92,17 +94,30 @@ class Checkpoint:
         return read_json(self.path / "config.json")
 
     def hf_config(self) -> PretrainedConfig:
-        """Return the family's transformers configuration; one ConfigError lists all problems."""
+        """Return the family's transformers configuration; one ConfigError lists all problems.
+
+        If config.json names no dtype, as gpt-oss's, it is the stored embedding's.
+        """
         from transformers import AutoConfig  # takes seconds to import: only loading pays for it
 
         raise_problems(self.where, support_problems(self.raw_config()))
         try:
-            return AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 self.path, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # KeyError, ValueError and transformers' validation errors
             reason = refusal(error)
             raise ConfigError(f"{self.where}: config.json is not valid: {reason}") from error
+        if config.dtype is None and config.get_text_config().dtype is None:
+            config.dtype = self._embedding_dtype()
+        return config
+
+    def _embedding_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the stored embedding, or of the head tied to it; None = unknown."""
+        tensors = self.scan(has_vision=True).tensors
+        stored = next((tensors[name] for name in _VOCABULARY if name in tensors), None)
+        dtype = None if stored is None else stored_dtype(stored.dtype)
+        return dtype if dtype in WEIGHT_DTYPES else None
 
     def quantization(self) -> Quantization | None:
         """Return how weights are quantized; None = not; ConfigError: a way that is not read."""

@@ -38,8 +38,10 @@ MODULES = (
     "mlp.gate_proj",
     "mlp.up_proj",
     "mlp.down_proj",
+    "mlp.experts.gate_up_proj",
+    "mlp.experts.down_proj",
 )
-"""Linear modules of a layer without experts."""
+"""Linear modules of a layer, and stacks of experts."""
 
 _SIZES = (
     "vocab_size",
@@ -132,7 +134,8 @@ class ModelConfig:
     wrapper: Wrapper | None = None
     """The model that this text model is a part of; None = none, or ``vision`` has it."""
     torch_dtype: torch.dtype = torch.float32
-    """Dtype the checkpoint names; float32 if it names none."""
+    """Dtype that config.json names, or else that of the stored embedding; float32 if neither is
+    there."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of one MLP."""

@@ -166,8 +166,9 @@ def describe_runner(
     """
     dtype = str(model.dtype).removeprefix("torch.")
     if model.config.quantization is not None:
-        how = quantized_path(model.device)
-        dtype += f", {model.config.quantization.describe()} ({how})"
+        quantization = model.config.quantization
+        how = quantized_path(model.device, of_experts=quantization.needs_stacks)
+        dtype += f", {quantization.describe()} ({how})"
     if path == "reference":
         count = torch.get_num_threads()
         dtype += f", {count} thread{'s' * (count > 1)}"

@@ -6,6 +6,7 @@ The oracle dequantizes stored blocks by transformers' own function.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mrv1 import LLM, ConfigError, SamplingParams
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import QuantizedWeight, quantized_path
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
     DecoderModel,
@@ -26,6 +28,7 @@ from mrv1.models import (
     load_model,
     memory_of,
 )
+from mrv1.models.quantization import MXFP4
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import (
     SLIDING,
@@ -68,9 +71,11 @@ def save_mxfp4(folder: Path, *, seed: int = 0, **settings: Any) -> PreTrainedMod
     return model
 
 
-def write_config(folder: Path, model: PreTrainedModel, **settings: Any) -> None:
+def write_config(
+    folder: Path, model: PreTrainedModel, dtype: str | None = "float32", **settings: Any
+) -> None:
     method = {"quant_method": "mxfp4", "modules_to_not_convert": SKIPPED, **settings}
-    values = model.config.to_dict() | {"dtype": "float32", "quantization_config": method}
+    values = model.config.to_dict() | {"dtype": dtype, "quantization_config": method}
     (folder / "config.json").write_text(json.dumps(values))
 
 
@@ -261,3 +266,45 @@ def test_the_format_is_named(checkpoint):
     quantization = ModelConfig.from_pretrained(folder, quantization="mxfp4").quantization
     assert quantization is not None
     assert quantization.describe() == "mxfp4: MXFP4 weights, a scale per group of 32 inputs"
+    for device, expected in (("cpu", "widened for each"), ("cuda", "read as stored for any num")):
+        path = quantized_path(torch.device(device), of_experts=quantization.needs_stacks)
+        assert path.startswith(expected)
+
+
+# --- what the published checkpoints leave open -------------------------------------------------
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_dtype_that_config_json_does_not_name_is_that_of_the_embedding(tmp_path, is_tied):
+    """gpt-oss's config.json has none; scales, norms or sinks may be stored in another one."""
+    model = save_mxfp4(tmp_path, tie_word_embeddings=is_tied)
+    stored = load_file(tmp_path / "model.safetensors")
+    embed = stored.pop("model.embed_tokens.weight").bfloat16()
+    # Of tensors that are one, safetensors keeps the alphabet's first name.
+    stored["lm_head.weight" if is_tied else "model.embed_tokens.weight"] = embed
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for dtype, expected in ((None, torch.bfloat16), ("float16", torch.float16)):
+        write_config(tmp_path, model, dtype=dtype)
+        assert ModelConfig.from_pretrained(tmp_path).torch_dtype == expected
+    write_config(tmp_path, model, dtype=None)
+    (tmp_path / "model.safetensors").unlink()
+    assert ModelConfig.from_pretrained(tmp_path).torch_dtype == torch.float32
+
+
+def test_layers_with_experts_in_full_precision_are_of_another_kind(checkpoint, tmp_path):
+    """Kernels are compiled for one layer of each kind."""
+    _, model = checkpoint
+    write_config(tmp_path, model, modules_to_not_convert=["model.layers.1.mlp"])
+    skipped = ModelConfig.from_pretrained(tmp_path)
+    assert skipped.with_layers((1, 1)).kind(0) == skipped.with_layers((1, 1)).kind(1)
+    same_window = replace(skipped, layer_windows=(-1, -1))
+    assert same_window.kind(0) != same_window.kind(1)
+
+
+@pytest.mark.parametrize("pattern", ["mlp.experts", r"model.layers.\d.mlp.experts", "experts"])
+def test_stacks_are_skipped_by_the_name_of_their_module(pattern):
+    """As transformers, in which a layer's experts are one module."""
+    name = f"{EXPERTS}.down_proj"
+    skips = not should_convert_module(EXPERTS, [pattern])
+    assert (MXFP4(skipped=(pattern,)).module(name) is None) == skips
+    assert MXFP4(skipped=("down_proj",)).module(name) is not None

@@ -252,10 +252,12 @@ def _cut(dim: int, start: int, stop: int) -> tuple[EllipsisType | slice, ...]:
     return (..., slice(start, stop), *(slice(None),) * (-1 - dim))
 
 
-def quantized_path(device: torch.device) -> str:
-    """Say in words how ``linear`` multiplies by quantized weights on a device."""
+def quantized_path(device: torch.device, *, of_experts: bool = False) -> str:
+    """Say in words how products read quantized weights on a device: ``linear``, or of experts."""
     if device.type == "cpu":
         return "widened for each product"
+    if of_experts:
+        return "read as stored for any number of tokens"
     if torch.version.hip is not None:
         return "widened for each product by a kernel"
     return f"read as stored for up to {MOST_TOKENS} tokens, widened for more"

@@ -112,9 +112,10 @@ class MXFP4(Quantization):
         return (MXFP4Format(code="e2m1", inputs=GROUP, scale_dtype=torch.uint8),)
 
     def module(self, name: str) -> MXFP4Format | None:
-        """Return the format of a stack of experts."""
+        """Return the format of a stack of experts, which are a module together."""
         is_stack = _STACK.fullmatch(name) is not None
-        return self.formats[0] if is_stack and not is_skipped(name, self.skipped) else None
+        experts = name.rpartition(".")[0]
+        return self.formats[0] if is_stack and not is_skipped(experts, self.skipped) else None
 
 
 def read_mxfp4(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> MXFP4:
