@@ -22,7 +22,7 @@ GROUPS = {
     "linear": 3,
     "quantized": 4,
     "experts": 1,
-    "elementwise edit_logits": 1,
+    "elementwise edit_logits lora": 1,
     "pages qkv quarter": 2,
     "logprobs sampler sampling step": 4,
 }
