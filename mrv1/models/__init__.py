@@ -12,6 +12,7 @@ A weight's way from its file to its layer, in modules of which each imports only
 5. ``weights``: the tensors of a decoder, and the checkpoint's names of their parts.
 6. ``decoder``: the forward pass, with ``batch`` and ``attention``.
 7. ``loading``: a checkpoint's tensors as the weights of a decoder; ``updating``: new values later.
+8. ``drafts``: a layer beside a decoder that predicts its next tokens.
 """
 
 from mrv1.models.batch import AttentionBatch, LayerCache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -129,6 +129,8 @@ class DecoderModel:
         caches: Sequence[LayerCache],
         backend: AttentionBackend | None = None,
         on_kv_written: Callable[[int], None] | None = None,
+        sums: Mapping[int, torch.Tensor] | None = None,
+        embedded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Run one step's tokens through all layers, writing their keys and values into ``caches``.
 
@@ -140,6 +142,10 @@ class DecoderModel:
                 a plan.
             on_kv_written: called with each layer's index once the write of its keys and values is
                 on the stream, before the layer attends.
+            sums: layer -> ``[num_tokens, hidden]``, *written*: the residual sum before that layer;
+                the number of layers stands for the sum after the last. None = none is kept.
+            embedded: what the layers begin with, as ``_embed`` returns it for ``batch.input_ids``;
+                the first is *written*. None = that.
 
         Returns:
             ``[num_tokens, hidden]`` hidden states after the final norm; undefined for padding.
@@ -150,12 +156,14 @@ class DecoderModel:
         backend = backend or self._unplanned
         layers = self.weights.layers
         next_norms = (*(layer.input_norm for layer in layers[1:]), self.weights.final_norm)
-        hidden, x, cos_sin = self._embed(batch)
+        hidden, x, cos_sin = embedded or self._embed(batch)
         ropes, lora = self._ropes(batch, cos_sin), TokenAdapters(self.lora, batch.adapter_slots)
         visual = VisualTokens.of(batch)
         for index, (layer, next_norm, cache) in enumerate(
             zip(layers, next_norms, caches, strict=True)
         ):
+            if sums and index in sums:
+                sums[index].copy_(hidden)
             qkv = self._linear(x, layer.qkv, layer.input_norm, layer.o, lora.of(index, "qkv"))
             q = self._write_kv(qkv, layer, batch, ropes[index], cache)
             if on_kv_written is not None:
@@ -180,6 +188,8 @@ class DecoderModel:
                 hidden, activated, down, layer.mlp_out_norm, next_norm,
                 adapters=lora.of(index, "down"),
             )  # fmt: skip
+        if sums and len(layers) in sums:
+            sums[len(layers)].copy_(hidden)
         return x if self._norms_ahead(hidden) else self._norm(hidden, self.weights.final_norm)
 
     def _ropes(self, batch: AttentionBatch, cos_sin: torch.Tensor) -> list[Rope | None]:
@@ -224,7 +234,17 @@ class DecoderModel:
             out.div_(cap).tanh_().mul_(cap)
 
     def _embed(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the tokens' embeddings, the first layer's input, and the tokens' rope.
+        """Return the tokens' embeddings, the first layer's input, and the tokens' rope."""
+        hidden, cos_sin = self._look_up(batch)
+        norm, parallel = self.weights.layers[0].input_norm, self._parallel
+        if parallel.peers is not None:
+            return hidden, self._sum_and_norm(hidden, norm, out=hidden), cos_sin
+        if parallel.size > 1:
+            hidden = parallel.all_reduce(hidden)
+        return hidden, self._norm_ahead(hidden, norm), cos_sin
+
+    def _look_up(self, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens' embeddings, and their rope.
 
         Each rank embeds the tokens of its part of the vocabulary; the sum has all.
         """
@@ -256,12 +276,7 @@ class DecoderModel:
         if self._axes is not None:
             each = batch.positions.T.index_select(1, self._axes)
             cos_sin = self._cos_sin[each, self._columns]
-        norm = self.weights.layers[0].input_norm
-        if parallel.peers is not None:
-            return hidden, self._sum_and_norm(hidden, norm, out=hidden), cos_sin
-        if parallel.size > 1:
-            hidden = parallel.all_reduce(hidden)
-        return hidden, self._norm_ahead(hidden, norm), cos_sin
+        return hidden, cos_sin
 
     def _sum(
         self,
