@@ -59,6 +59,10 @@ MAX_LORA_RANK = 512
 """Largest ``max_lora_rank``, vLLM's."""
 UNLIMITED = -1
 """The value of ``max_logprobs`` that sets no limit."""
+HEAD_METHODS = ("mtp", "ernie_mtp", "eagle3")
+"""Methods by which a draft head makes drafts on the device."""
+DEFAULT_DRAFTS = {"mtp": 1, "ernie_mtp": 1, "eagle3": 3}
+"""Drafts by method, where it is not 4."""
 DEFAULT_PROMPT_LOOKUP = 5
 """Tokens that are looked up for drafts, vLLM's default."""
 MAX_PROMPT_LOOKUP = 32
@@ -176,11 +180,15 @@ class SpeculativeConfig:
         ConfigError: a field is out of its range; the message names it.
     """
 
-    method: Annotated[str, Range("'ngram'", one_of(("ngram",)).holds)]
+    method: Annotated[str, one_of(("ngram", *HEAD_METHODS))]
     """``ngram``: the last tokens of a request are looked up in its prompt and output, and the
-    tokens that followed there are the drafts."""
+    tokens that followed there are the drafts. ``mtp``, also ``ernie_mtp``: the model's own MTP
+    block makes them. ``eagle3``: an EAGLE-3 head."""
     num_tokens: Annotated[int, integers(1, MAX_DRAFTS)] = 4
-    """Drafts per request and step, 1 to 7."""
+    """Drafts per request and step, 1 to 7. Default: 4, with an EAGLE-3 head 3, with an MTP block,
+    which is made for one, 1."""
+    model: Annotated[str | None, texts("a directory or a Hugging Face id")] = None
+    """The checkpoint of the head; of an MTP block, the model's own is the default."""
     prompt_lookup_max: Annotated[int | None, integers(1, MAX_PROMPT_LOOKUP)] = None
     """Most tokens to look up, up to 32; the longest sequence that occurs before counts. Default:
     ``prompt_lookup_min``, else 5, as in vLLM."""
@@ -190,6 +198,17 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         """Check every field."""
         check_fields(self, ConfigError, "speculative: ")
+        if self.has_head:
+            for name in ("prompt_lookup_max", "prompt_lookup_min"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"speculative: {name}: expected method 'ngram' with it, got "
+                        f"{self.method!r}"
+                    )
+        if self.method == "ngram" and self.model is not None:
+            raise ConfigError(f"speculative: model: expected none with 'ngram', got {self.model}")
+        if self.method == "eagle3" and self.model is None:
+            raise ConfigError("speculative: model: expected a head's checkpoint for 'eagle3'")
         least, most = self.lookup_lengths
         if least > most:
             raise ConfigError(
@@ -204,12 +223,19 @@ class SpeculativeConfig:
             raise ConfigError(
                 'speculative: expected a mapping such as {"method": "ngram"}, got ' + short(given)
             )
+        given = dict(given)
         names = [each.name for each in fields(cls)]
         unknown = [key for key in given if key not in names]
         if unknown or "method" not in given:
             got = short(unknown[0]) if unknown else "no method"
             raise ConfigError(f"speculative: expected the keys {', '.join(names)}, got {got}")
-        return cls(**given)
+        default = DEFAULT_DRAFTS.get(given["method"]) if type(given["method"]) is str else None
+        return cls(**({} if default is None else {"num_tokens": default}) | given)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether a draft head makes the drafts, on the device."""
+        return self.method in HEAD_METHODS
 
     @property
     def lookup_lengths(self) -> tuple[int, int]:
@@ -338,9 +364,10 @@ class EngineConfig:
     """Propose drafts, which each step verifies, so that a step may give several tokens of a
     request: ``{"method": "ngram", "num_tokens": 4}``; more keys are ``prompt_lookup_max`` and
     ``prompt_lookup_min``. Faster where outputs repeat parts of prompts; never other tokens, except
-    by the rounding of products. ``max_draft_tokens`` is ``num_tokens`` at least. Not with custom
-    ``logits_processors``, FlashInfer or the ``quarter`` scales of ``kv_scale``. Default: no
-    drafts."""
+    by the rounding of products. ``{"method": "eagle3", "model": HEAD}`` and ``{"method": "mtp"}``
+    have a draft head make them. ``max_draft_tokens`` is ``num_tokens`` at least. Not with custom
+    ``logits_processors``, FlashInfer or the ``quarter`` scales of ``kv_scale``; a head also not
+    with ranks, head policies, windows, images, adapters or static scales. Default: no drafts."""
     max_draft_tokens: Annotated[
         int, counts(0), Range(f"at most {MAX_DRAFTS}", MAX_DRAFTS.__ge__)
     ] = 0
@@ -449,6 +476,8 @@ class EngineConfig:
                 "kv_scale, speculative: expected not both, got 'quarter', whose bytes also depend "
                 "on drafts that are not accepted, and speculative"
             )
+        if self.num_head_drafts:
+            self._check_head()
         if self.speculation is not None and (
             self.speculation.num_tokens >= self.max_num_batched_tokens
         ):
@@ -465,6 +494,22 @@ class EngineConfig:
                     f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"
                 )
 
+    def _check_head(self) -> None:
+        """Raise a ConfigError if an option does not go with a draft head."""
+        for name, expected in (
+            ("tensor_parallel_size", (1,)),
+            ("head_policy", (None,)),
+            ("per_head_ids", (False,)),
+            ("enable_lora", (False,)),
+            ("kv_scale", ("token",)),
+            ("max_draft_tokens", (0, self.num_head_drafts)),
+        ):
+            if (value := getattr(self, name)) not in expected:
+                shown = " or ".join(map(repr, expected))
+                raise ConfigError(
+                    f"{name}: expected {shown} with a draft head (speculative), got {value!r}"
+                )
+
     def logprobs_limit(self, vocab_size: int) -> int:
         """Return the most log-probabilities per position of a model with this vocabulary."""
         return vocab_size if self.max_logprobs == UNLIMITED else self.max_logprobs
@@ -478,6 +523,12 @@ class EngineConfig:
     def speculation(self) -> SpeculativeConfig | None:
         """``speculative`` with its defaults; None = no drafts."""
         return None if self.speculative is None else SpeculativeConfig.of(self.speculative)
+
+    @property
+    def num_head_drafts(self) -> int:
+        """Drafts of a request that a draft head makes for a step; 0 = there is no head."""
+        speculation = self.speculation
+        return 0 if speculation is None or not speculation.has_head else speculation.num_tokens
 
     @property
     def steps_in_flight(self) -> int:

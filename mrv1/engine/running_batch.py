@@ -85,8 +85,10 @@ class LaunchedStep:
     samples: BoolArray  # [rows] whether it computes its last token, and samples the next
     all_sample: bool
     num_left: int  # steady steps that may follow; 0 unless all running requests sample in it
-    last_rows: list[int]  # whose request ends by length with this step; not set with drafts
+    last_rows: list[int]  # whose request ends by length with this step, if it is known
+    tells_last_rows: bool = True  # False = drafts decide, of this step or of those in flight
     draft_token_ids: tuple[tuple[int, ...], ...] = ()  # of each row; () = none
+    num_device_drafts: int = 0  # most drafts of each row that are on the device alone
 
     @property
     def rows_with_grammars(self) -> list[tuple[int, Request]]:
@@ -100,8 +102,8 @@ class LaunchedStep:
         ]
 
     def num_drafts(self, row: int) -> int:
-        """Return the number of drafts of a row."""
-        return len(self.draft_token_ids[row]) if self.draft_token_ids else 0
+        """Return the number of drafts of a row; with a draft head, the most."""
+        return len(self.draft_token_ids[row]) if self.draft_token_ids else self.num_device_drafts
 
     def start(self, row: int) -> int:
         """Return how many tokens of a row are computed before the step."""
@@ -129,6 +131,7 @@ class NextStep:
     entering: Sequence[Request] = ()  # requests that get a slot
     is_starved: bool = False  # whether running requests lack blocks: nobody else gets any
     draft_token_ids: tuple[tuple[int, ...], ...] = ()  # drafts of each row; () = no row has any
+    num_device_drafts: int = 0  # most drafts of each row that are on the device alone
 
 
 class RunningBatch:
@@ -139,7 +142,16 @@ class RunningBatch:
     step, so that none reads the block.
     """
 
-    def __init__(self, pools: HeadPools, slots: SlotTable, prefix_cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        pools: HeadPools,
+        slots: SlotTable,
+        prefix_cache: PrefixCache,
+        *,
+        has_head: bool = False,
+    ) -> None:
+        """Start without requests; ``has_head``: drafts of a head make lengths upper bounds."""
+        self._has_head = has_head
         self.requests: dict[RequestId, Request] = {}  # by request id, in order of arrival
         self.version = 0  # how often a request has joined or left
         self.newest: LaunchedStep | None = None  # the step launched last, in flight or not
@@ -195,6 +207,7 @@ class RunningBatch:
             held += fresh
         slots.num_tokens[slot] = request.num_tokens
         slots.num_computed[slot] = slots.num_landed[slot] = num_cached
+        slots.num_pending[slot] = 0
         slots.max_computed[slot] = request.max_total_tokens - 1
         slots.num_cached_blocks[slot] = num_cached // pools.block_size
         slots.capacity[slot] = num_cached + num_fresh * pools.block_size
@@ -301,7 +314,9 @@ class RunningBatch:
             samples = ends >= num_tokens
             slots.num_tokens[index] = np.where(samples, ends + 1, num_tokens)
             all_sample, num_left = bool(samples.all()), 0
-            if all_sample and not draft_token_ids and len(rows.requests) == len(self.requests):
+            if self._has_head:
+                slots.num_pending[index] += samples * (1 + step.num_device_drafts)
+            elif all_sample and not draft_token_ids and len(rows.requests) == len(self.requests):
                 num_left = int((slots.max_computed[index] - ends).min())
         else:
             counts, samples, all_sample = rows.ones, continued.samples, True
@@ -309,12 +324,14 @@ class RunningBatch:
             num_left = continued.num_left - 1
         slots.num_computed[index] = ends
         last_rows = []
-        if not num_left and not draft_token_ids:
+        tells_last_rows = not draft_token_ids and not self._has_head
+        if not num_left and tells_last_rows:
             last_rows = (ends == slots.max_computed[index]).nonzero()[0].tolist()
         self.newest = LaunchedStep(
             step_id=step_id, rows=rows, num_scheduled_tokens=counts, ends=ends, samples=samples,
             all_sample=all_sample, num_left=num_left, last_rows=last_rows,
-            draft_token_ids=draft_token_ids,
+            tells_last_rows=tells_last_rows,
+            draft_token_ids=draft_token_ids, num_device_drafts=step.num_device_drafts,
         )  # fmt: skip
         return self.newest
 
@@ -327,6 +344,22 @@ class RunningBatch:
                 self._slots.num_tokens[request.slot] = request.num_tokens
                 self._slots.num_computed[request.slot] = request.num_tokens - 1
                 step.ends[row] = request.num_tokens - 1
+
+    def settle_bounds(self, step: LaunchedStep, succeeded: BoolArray | None) -> None:
+        """Replace bounds by what a step has computed, its tokens appended; as in ``land``.
+
+        A step in flight appends 1 + drafts tokens at most, and no request gets more than its most.
+        """
+        slots = self._slots
+        sampled = step.samples if succeeded is None else step.samples & succeeded
+        for row in sampled.nonzero()[0].tolist():
+            request = step.rows.requests[row]
+            slots.num_pending[request.slot] -= 1 + step.num_device_drafts
+            bound = request.num_tokens + int(slots.num_pending[request.slot])
+            bound = min(bound, request.max_total_tokens)
+            slots.num_tokens[request.slot] = bound
+            slots.num_computed[request.slot] = bound - 1
+            step.ends[row] = request.num_tokens - 1
 
     def note_first_tokens(self, requests: Sequence[Request]) -> list[Request]:
         """Set the time of first tokens; return the requests that have just got theirs."""

@@ -35,9 +35,10 @@ class Scheduler:
     **Steps in flight.** ``schedule`` may be called again before the output of up to
     ``max_steps_in_flight - 1`` plans has come. A row that computes its last known token then has a
     *pending* token, and is scheduled again before it is known, up to its length. No step is
-    planned while one with drafts is in flight: only its result tells how many were accepted. A row
-    is *stale* if its request ended or was preempted after the launch: the epoch of its slot has
-    then changed, and the row is dropped.
+    planned while one with drafts is in flight: only its result tells how many were accepted. A
+    draft head's drafts are on the device: their steps follow each other all the same, and until
+    results come, lengths are upper bounds. A row is *stale* if its request ended or was preempted
+    after the launch: the epoch of its slot has then changed, and the row is dropped.
 
     **Blocks.** A block freed while steps are in flight is quarantined until they are over. If
     these will free enough blocks, nothing is preempted: a request without blocks is left out.
@@ -80,7 +81,9 @@ class Scheduler:
         self.features.reset()
         self.adapter_slots.reset()
         self._budget = StepBudget(self._config, self._slots)
-        self._batch = RunningBatch(self.pools, self._slots, self._prefix_cache)
+        self._batch = RunningBatch(
+            self.pools, self._slots, self._prefix_cache, has_head=self._config.num_head_drafts > 0
+        )
         self.running = self._batch.requests  # running requests by id, in order of arrival
         self.admission.start(self.pools, self._batch)
         self.waiting = self.admission.waiting
@@ -174,11 +177,15 @@ class Scheduler:
                 f"schedule: expected fewer than {self.max_steps_in_flight} steps in flight "
                 f"(max_steps_in_flight), got {len(self._in_flight)}; call update first"
             )
-        drafts = self._proposed()
-        if drafts is None:
-            return None
-        if drafts and (plan := self._plan_with_drafts(drafts)) is not None:
-            return plan
+        if self._config.num_head_drafts:
+            if (plan := self._plan_with_head()) is not None:
+                return plan
+        else:
+            drafts = self._proposed()
+            if drafts is None:
+                return None
+            if drafts and (plan := self._plan_with_drafts(drafts)) is not None:
+                return plan
         step = self._plan_running()
         self.admission.admit(step, self._budget)
         if step.continued is None:
@@ -198,16 +205,46 @@ class Scheduler:
         rows, slots = self._batch.rows, self._slots
         if self._in_flight and self._in_flight[-1].draft_token_ids:
             return None
-        if rows.any_grammars or self.features.has_users or (self.waiting and slots.free):
-            return {}
-        if rows.any_logprobs and not self._config.drafts_beside_logprobs:
+        if not self._may_verify():
             return {}
         num_tokens = slots.num_tokens[rows.index]
-        if (slots.num_computed[rows.index] + 1 < num_tokens).any():
-            return {}
         room = slots.max_computed[rows.index] - num_tokens
         drafts = speculation.propose(rows.requests, room.tolist())
         return None if drafts and self._in_flight else drafts
+
+    def _may_verify(self) -> bool:
+        """Whether all rows of the next step decode, none of them under a grammar."""
+        rows, slots = self._batch.rows, self._slots
+        if rows.any_grammars or self.features.has_users or (self.waiting and slots.free):
+            return False
+        if rows.any_logprobs and not self._config.drafts_beside_logprobs:
+            return False
+        left = slots.num_tokens[rows.index] - slots.num_computed[rows.index]
+        return not (left > 1).any()
+
+    def _plan_with_head(self) -> StepPlan | None:
+        """Return a plan that verifies the drafts which a head has made, none preempted, or None.
+
+        Lengths are upper bounds, for which there are blocks; a row whose bound is its end waits
+        for a result. Where blocks are left, the head has some for the drafts that it makes.
+        """
+        rows, slots, count = self._batch.rows, self._slots, self._config.num_head_drafts
+        if (1 + count) * len(rows.requests) > self.max_num_batched_tokens:
+            return None
+        if not self._may_verify():
+            return None
+        computed, most = slots.num_computed[rows.index], slots.max_computed[rows.index]
+        ends = np.minimum(slots.num_tokens[rows.index] + count, most)
+        if not (ends > computed).any():
+            return None
+        ahead = np.minimum(ends + count - 1, most)
+        for wanted in (ahead, ends):
+            if self._batch.has_blocks(wanted, int((wanted - computed).sum())):
+                new_blocks = self._batch.grow(wanted)
+                step = NextStep(rows, ends, None, new_blocks, num_device_drafts=count)
+                self._batch.drop_idle_rows(step)
+                return self._launch(step)
+        return None
 
     def _plan_with_drafts(self, drafts: dict[int, tuple[int, ...]]) -> StepPlan | None:
         """Return a plan of all running requests, none preempted; None if tokens or blocks lack."""
@@ -332,6 +369,7 @@ class Scheduler:
             num_scheduled_tokens=launched.num_scheduled_tokens,
             new_block_ids=step.new_blocks,
             draft_token_ids=launched.draft_token_ids,
+            num_device_drafts=launched.num_device_drafts,
             staged_features=self.features.launch(self._slots.num_computed),
         )
         self._in_flight.append(launched)
@@ -363,6 +401,8 @@ class Scheduler:
         self.num_nan_rows += result.num_nan_rows
         if step.draft_token_ids:
             self._batch.settle(step, result.succeeded)
+        elif self._config.num_head_drafts:
+            self._batch.settle_bounds(step, result.succeeded)
         if self._speculation is not None:
             self._speculation.note(step, output, result.succeeded)
         for request in reversed(self._batch.note_first_tokens(result.sampled)):

@@ -33,6 +33,7 @@ class SchedulerConfig:
     padding: Padding | None = None  # graphs of steps with prompts; None = not padded
     least_shared_tokens: int = LEAST_SHARED_TOKENS  # for which a request waits
     drafts_beside_logprobs: bool = True  # whether steps with log-probabilities may have drafts
+    num_head_drafts: int = 0  # drafts of a row that a draft head makes on the device; 0 = no head
 
     @classmethod
     def for_runner(
@@ -62,4 +63,5 @@ class SchedulerConfig:
             padding=Padding.for_runner(runner),
             # Drafts with log-probabilities leave the CUDA graphs, which costs more than they gain.
             drafts_beside_logprobs=not runner.captures_graphs,
+            num_head_drafts=config.num_head_drafts,
         )

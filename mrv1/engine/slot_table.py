@@ -19,10 +19,11 @@ class SlotTable:
             return np.zeros(num_slots, dtype=np.int64)
 
         self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)  # times freed
-        self.num_tokens = column()  # known and pending tokens
+        self.num_tokens = column()  # known and pending tokens; where a head drafts, at most
         self.num_computed = column()  # tokens with K and V once the launched steps are over
         self.max_computed = column()  # one less than its most tokens: the last is never computed
         self.capacity = column()  # tokens for which the request has blocks
+        self.num_pending = column()  # most tokens that steps in flight append, where a head drafts
         self.num_landed = column()  # tokens whose K and V steps that are over and succeeded wrote
         self.num_cached_blocks = column()  # leading blocks that were offered to the prefix cache
         self.first_live = {group: column() for group in streaming_groups}

@@ -91,7 +91,7 @@ def take_output(
     for row in step.last_rows:
         if live is None or live[row]:
             ended.setdefault(rows.requests[row], "length")
-    if step.draft_token_ids:  # only the result tells which rows are the last
+    if not step.tells_last_rows:  # only the result does
         for request in requests:
             if request.num_tokens == request.max_total_tokens:
                 ended.setdefault(request, "length")

@@ -6,12 +6,14 @@
 4. The layers run; each writes its keys and values and attends.
 5. The sampler edits logits and draws; custom processors and log-probabilities run if requested.
 6. ``post_update`` appends tokens, advances lengths, finds stops, fills the ring of outputs.
+7. A draft head, if there is one, makes the drafts that the next step may verify.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +25,13 @@ from mrv1.headwise import HeadGroups
 from mrv1.kernels.registry import Ops
 from mrv1.kernels.step.contracts import MAX_SAMPLED_TOKENS, AppendedTokens
 from mrv1.models import DecoderModel, ModelConfig
+from mrv1.models.drafts import DraftModel
 from mrv1.runner import input_batch
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.attention_backends import select_backend
 from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
+from mrv1.runner.draft_layer import DraftLayer
 from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
 from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.input_batch import InputBatch, SampledRows
@@ -138,6 +142,40 @@ def _sampler_limits(config: EngineConfig, model_config: ModelConfig) -> SamplerL
     )
 
 
+def tails_of(config: EngineConfig, shape: StepShape, *, has_processors: bool) -> list[Tail]:
+    """Return the ways to sample that graphs capture after the layers of a shape."""
+    if has_processors:
+        return []
+    if shape.query_len is None:
+        return [Tail(masks=False, logprobs=False)]
+    tails = [Tail(masks=True, logprobs=False)]
+    if config.logprobs_mode == "raw_logprobs":
+        tails += [Tail(masks=False, logprobs=True), Tail(masks=True, logprobs=True)]
+    return tails
+
+
+def slot_fields(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    head_groups: HeadGroups,
+    max_model_len: int,
+) -> dict[str, Field]:
+    """Return the fields of the slots; for arguments see ``DeviceStep``."""
+    sampling = {
+        name: Field(dtype=dtype, width=width)
+        for name, (dtype, width) in Sampler.fields(_sampler_limits(config, model_config)).items()
+    }
+    state = RequestState.fields(
+        max_model_len,
+        max_stop_seqs_num=config.max_stop_seqs_num,
+        stop_seqs_max_len=config.stop_seqs_max_len,
+        max_mrope_spans=0 if model_config.vision is None else config.max_mm_items + 1,
+        has_adapters=config.enable_lora,
+    )
+    shared = {NEXT_UPLOAD: Field(is_shared=True)} | FeatureBuffer.fields(config)
+    return {**state, **BlockTables.fields(head_groups.groups), **sampling, **shared}
+
+
 class DeviceStep:
     """The launches of a step, and the tensors that they read and write, which never move.
 
@@ -145,7 +183,8 @@ class DeviceStep:
     host does not wait. ``spec`` has the shapes and dtypes of ``kv_cache``, which is set before the
     first launch; ``head_scales``, ``[layers, 2, kv_heads]``, are the cache's static scales, if it
     has some; ``processors`` are custom logits processors; ``memory`` is where the buffers are that
-    the host writes for the device, None = in pinned memory of this process.
+    the host writes for the device, None = in pinned memory of this process; ``draft_model`` makes
+    drafts, and the last layer of the cache is its own; None = there is none.
 
     Raises:
         ConfigError, UnsupportedDeviceError: the attention backend does not support the model.
@@ -153,30 +192,6 @@ class DeviceStep:
     """
 
     kv_cache: KVCache
-
-    @staticmethod
-    def fields(
-        config: EngineConfig,
-        model_config: ModelConfig,
-        head_groups: HeadGroups,
-        max_model_len: int,
-    ) -> dict[str, Field]:
-        """Return the fields of the slots; for arguments see the class."""
-        sampling = {
-            name: Field(dtype=dtype, width=width)
-            for name, (dtype, width) in Sampler.fields(
-                _sampler_limits(config, model_config)
-            ).items()
-        }
-        state = RequestState.fields(
-            max_model_len,
-            max_stop_seqs_num=config.max_stop_seqs_num,
-            stop_seqs_max_len=config.stop_seqs_max_len,
-            max_mrope_spans=0 if model_config.vision is None else config.max_mm_items + 1,
-            has_adapters=config.enable_lora,
-        )
-        shared = {NEXT_UPLOAD: Field(is_shared=True)} | FeatureBuffer.fields(config)
-        return {**state, **BlockTables.fields(head_groups.groups), **sampling, **shared}
 
     def __init__(
         self,
@@ -190,6 +205,7 @@ class DeviceStep:
         head_scales: torch.Tensor | None,
         processors: LogitsProcessors,
         memory: HostMemory | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         memory = memory or PinnedMemory(model.device)
         self.config, self.model, self.ops, self.spec = config, model, ops, spec
@@ -212,7 +228,7 @@ class DeviceStep:
             model, self.max_padded_rows, self.max_logits_rows, needs_whole=bool(processors)
         )
         self.slots = SlotState(
-            num_slots, self.fields(config, model.config, head_groups, max_model_len), device
+            num_slots, slot_fields(config, model.config, head_groups, max_model_len), device
         )
         self.state = RequestState(self.slots, num_slots, max_model_len, model.config.vision)
         self.features = FeatureBuffer(config, model, self.slots)
@@ -250,6 +266,11 @@ class DeviceStep:
             captured_drafts=(num_slots, config.max_draft_tokens),
             memory=memory,
         )
+        self.drafts = None
+        """The drafts of a draft head; None = there is none."""
+        if draft_model is not None:
+            tables = self.block_tables.tables
+            self.drafts = DraftLayer(draft_model, config, self.state.slots, tables)
         self.graphs = StepGraphs(
             num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens,
             has_adapters=config.enable_lora,
@@ -275,17 +296,6 @@ class DeviceStep:
             and config.attention_backend == "triton"
         )
 
-    def tails(self, shape: StepShape) -> list[Tail]:
-        """Return the ways to sample that graphs capture after the layers of a shape."""
-        if self.processors:
-            return []
-        if shape.query_len is None:
-            return [Tail(masks=False, logprobs=False)]
-        tails = [Tail(masks=True, logprobs=False)]
-        if self.config.logprobs_mode == "raw_logprobs":
-            tails += [Tail(masks=False, logprobs=True), Tail(masks=True, logprobs=True)]
-        return tails
-
     def capture(self, shapes: Iterable[StepShape] | None = None, *, progress: bool) -> None:
         """Capture all or some shapes, if steps can run as graphs; no step may be in flight."""
         if self.is_capturable:
@@ -295,7 +305,7 @@ class DeviceStep:
                     self.graphs.shapes if shapes is None else shapes,
                     self.run_padding,
                     self.run_tail,
-                    self.tails,
+                    partial(tails_of, self.config, has_processors=bool(self.processors)),
                     progress=progress,
                 )
 
@@ -344,7 +354,7 @@ class DeviceStep:
             return None
         if shape.query_len is None:  # else a few rows
             hidden = self._hidden[: len(hidden)].copy_(hidden)
-        return batch.sampled, hidden
+        return batch.sampled if self.drafts is None else batch, hidden
 
     def run_tail(self, forwarded: Forwarded, tail: Tail) -> None:
         """Launch the sampling after ``run_padding``, for a graph to capture."""
@@ -382,6 +392,8 @@ class DeviceStep:
         self.ops.scatter_segments(
             self.slots.buffer, staged.words, staged.segments, staged.num_segments
         )
+        if self.drafts is not None and shape.has_drafts:
+            staged = self.drafts.verified(staged)
         batch = input_batch.gather(
             shape,
             staged,
@@ -396,7 +408,10 @@ class DeviceStep:
             check(batch)
         layers = self.kv_cache.layers
         self.attention.plan(batch.attention, layers, query_lens, seq_lens)
-        return batch, self.model.forward(batch.attention, layers, self.attention, on_kv_written)
+        sums = None if self.drafts is None else self.drafts.sums(shape.num_tokens)
+        return batch, self.model.forward(
+            batch.attention, layers, self.attention, on_kv_written, sums
+        )
 
     def replay(self, shape: StepShape, heard: HeardStep | None = None) -> Forwarded | None:
         """Launch a captured step; as ``Launches``."""
@@ -423,7 +438,7 @@ class DeviceStep:
             check=check,
             on_kv_written=on_kv_written,
         )
-        return batch.sampled, hidden
+        return batch.sampled if self.drafts is None else batch, hidden
 
     def plan_sampling(
         self,
@@ -506,6 +521,11 @@ class DeviceStep:
             query_len=shape.query_len,
             num_sampled=num_sampled,
         )
+        if self.drafts is not None and isinstance(batch, InputBatch):
+            self.drafts.propose(
+                batch.attention, staged.idx_mapping, batch.logits_rows, hidden,
+                self.kv_cache.draft_layers[0], num_sampled,
+            )  # fmt: skip
         return reports
 
     def draw(

@@ -33,12 +33,15 @@ class CacheSpec:
     block_size: int
     head_dim: int
     page_format: PageFormat
+    draft_layers: int = 0
+    """Layers at the end that are a draft head's."""
 
     @classmethod
-    def of(cls, config: EngineConfig, model: DecoderModel) -> Self:
+    def of(cls, config: EngineConfig, model: DecoderModel, *, draft_layers: int = 0) -> Self:
         """Return the shapes and dtypes of a model's cache, as configured."""
         return cls(
-            num_layers=model.config.num_layers,
+            num_layers=model.config.num_layers + draft_layers,
+            draft_layers=draft_layers,
             num_kv_heads=model.config.num_kv_heads,
             block_size=config.block_size,
             head_dim=model.config.head_dim,
@@ -279,6 +282,7 @@ class KVCache:
         layouts = layer_layouts(spec, groups, num_blocks, device)
         pages_of, scales_of = pages.split(layer_pages), scales.split(layer_pages)
         self.layers: list[LayerCache] = []
+        """Of the model; those of a draft head are ``draft_layers``."""
         for layer, layout in enumerate(layouts):
             page = spec.block_size, spec.head_dim
             k, v = (self._shaped(x, *page) for x in pages_of[2 * layer : 2 * layer + 2])
@@ -290,6 +294,8 @@ class KVCache:
                     scales=self._layer_scales(layer, scales_of[2 * layer : 2 * layer + 2]),
                 )
             )
+        num_own = spec.num_layers - spec.draft_layers
+        self.layers, self.draft_layers = self.layers[:num_own], self.layers[num_own:]
 
     def _shaped(self, values: torch.Tensor, *page: int) -> torch.Tensor:
         """Return pages or scales as kernels take them: ``[blocks, kv_heads, *page]``, or flat."""

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from mrv1.errors import ConfigError
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_listener import EachRank, HeardStep, KVListener, KVReady, tokens_of
 from mrv1.runner.step import StepPlan
@@ -66,7 +67,12 @@ class Listening:
         return self._listener is not None
 
     def set(self, listener: KVListener | EachRank | None) -> None:
-        """Let a listener, None = nobody, listen to the next steps."""
+        """Let a listener, None = nobody, listen to the next steps.
+
+        ConfigError: there is a draft head, of whose keys and values nobody is told.
+        """
+        if listener is not None and self._step.drafts is not None:
+            raise ConfigError("listener: expected none with a draft head, got one")
         if isinstance(listener, EachRank):
             listener = listener.make(self._step.model.parallel.rank)
         self._listener = listener

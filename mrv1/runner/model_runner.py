@@ -378,7 +378,7 @@ class ModelRunner:
             *self._outputs.end(rows.shape.num_rows, num_columns),
             rows=rows.places,
             refusals=step.processors.refusals(plan.slots),
-            on_output=self.state.take_drafts if rows.shape.has_drafts else None,
+            on_output=self._preparation.on_output(plan, rows),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             waiting=self._waiting,
@@ -429,7 +429,7 @@ class ModelRunner:
             write_adapter(self.model, slot, adapter)
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
-        """Tell ``listener`` (None = nobody) of K and V of every step launched from now on."""
+        """Tell ``listener`` (None = nobody) of K and V of later steps; as ``Listening.set``."""
         self.listening.set(listener)
 
     # --- memory and weights ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from mrv1.runner.device_step import NEXT_UPLOAD, DeviceStep
 from mrv1.runner.logprobs import LogprobRequests
 from mrv1.runner.rows import DeviceRows, StepShape
 from mrv1.runner.staging import Sent, StepUpload
-from mrv1.runner.step import SlotRequest, StepPlan
+from mrv1.runner.step import SlotRequest, StepOutput, StepPlan
 from mrv1.runner.visible_ranges import VisibleRanges
 
 
@@ -56,9 +57,17 @@ class StepPreparation:
             state.drop(plan)
             raise
 
+    def on_output(self, plan: StepPlan, rows: DeviceRows) -> Callable[[StepOutput], None] | None:
+        """Return what to call with the result of a step that was prepared last; None = nothing."""
+        state = self._step.state
+        if self._step.drafts is not None:
+            return state.expect_drafts(plan)
+        return state.take_drafts if rows.shape.has_drafts else None
+
     def _stage(self, plan: StepPlan, upload: StepUpload) -> None:
         """Check the plan; add its changes of the slots to the upload."""
         step = self._step
+        self._check_drafts(plan)
         if plan.staged_features:
             step.features.stage(plan)
         step.state.stage(plan, upload)
@@ -71,6 +80,18 @@ class StepPreparation:
         step.block_tables.stage(
             plan, step.state.num_computed_tokens_np, step.kv_cache.num_blocks, upload
         )
+
+    def _check_drafts(self, plan: StepPlan) -> None:
+        """Check that drafts are where the step finds them: the host's, or a draft head's."""
+        drafts = self._step.drafts
+        if drafts is not None and plan.draft_token_ids:
+            raise ValueError("draft_token_ids: expected none with a draft head, got some")
+        allowed = (0,) if drafts is None else (0, drafts.num_drafts)
+        if plan.num_device_drafts not in allowed:
+            raise ValueError(
+                f"num_device_drafts: expected {' or '.join(map(str, allowed))}, got "
+                f"{plan.num_device_drafts}"
+            )
 
     def _enter(self, request: SlotRequest, upload: StepUpload) -> None:
         """Check a request's tokens; add what its sampling needs to the upload."""
@@ -134,14 +155,16 @@ class StepPreparation:
         shape = StepShape.of(
             plan.num_scheduled_tokens,
             masked=masked,
-            has_drafts=any(plan.draft_token_ids),
+            has_drafts=any(plan.draft_token_ids) or plan.num_device_drafts > 0,
             samples=samples
             and not step.processors
             and not self.logprobs.any(plan.slots, num_before),
         )
         uses_adapters = step.state.use_adapters(plan)
         query_len = 1 + step.config.max_draft_tokens
-        if shape.has_drafts and query_len > 1:  # no other length, which would be compiled first
+        if plan.num_device_drafts:
+            shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
+        elif shape.has_drafts and query_len > 1:  # no other length, which would be compiled first
             if self._may_pad_drafts(plan, masked, query_len):
                 shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
             else:

@@ -93,12 +93,17 @@ def _graph_bytes(step: DeviceStep) -> int:
 @torch.inference_mode()
 def run_profile_step(step: DeviceStep) -> None:
     """Run the largest prefill and decode to their end; no page is used, so one block is enough."""
-    caches, config = step.new_kv_cache().layers, step.config
+    cache, config = step.new_kv_cache(), step.config
     full, rest = divmod(config.max_num_batched_tokens, step.max_model_len)
     prompts = [step.max_model_len] * full + ([rest] if rest else [])
     for query_lens in (prompts, [1] * config.max_num_seqs):
         batch = empty_batch(step, query_lens)
-        _sample_most(step, step.model.forward(batch, caches))
+        hidden = step.model.forward(batch, cache.layers)
+        _sample_most(step, hidden)
+        if step.drafts is not None:
+            padding = torch.full((batch.num_reqs,), -1, dtype=torch.int32, device=step.device)
+            head_cache = cache.draft_layers[0]
+            step.drafts.propose(batch, padding, padding.long(), hidden, head_cache)
     if step.device.type == "cuda":
         torch.cuda.synchronize(step.device)
 
@@ -188,7 +193,8 @@ def warm_up(step: DeviceStep) -> None:
         query_lens = np.array([1 + max_drafts, 20], dtype=np.int32)
         ragged = StepShape.of(query_lens, has_drafts=True)
         _launch_padding(step, StepShape.drafts(1, 1 + max_drafts), query_lens[:1], drafts[:1])
-        if most_rows > 1 and query_lens.sum() <= budget:
+        is_ragged = step.drafts is None and most_rows > 1  # drafts of a head have one length
+        if is_ragged and query_lens.sum() <= budget:
             _launch_padding(step, ragged, query_lens, drafts)
 
 

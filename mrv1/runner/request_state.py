@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,8 @@ class _SampledStep:
 class RequestState:
     """Token history, lengths and stop conditions of every slot, and the host's mirror of lengths.
 
-    The numpy mirrors (``_np``) count all tokens of launched steps, as if no request stopped.
+    The numpy mirrors (``_np``) count all tokens of launched steps, as if no request stopped, and
+    as if all drafts were accepted that are on the device alone: until a result tells how many.
     """
 
     @staticmethod
@@ -103,8 +104,16 @@ class RequestState:
         self._req_ids: list[RequestId | None] = [None] * max_num_reqs
         """The request that each slot has, or had last."""
         self._is_drafting_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self._known_np = np.zeros(max_num_reqs, dtype=np.int32)
+        """Tokens of which the host has a result, or that it has sent."""
+        self._pending_np = np.zeros(max_num_reqs, dtype=np.int32)
+        """With a draft head: most tokens that the steps in flight append."""
+        self._most_np = np.zeros(max_num_reqs, dtype=np.int32)
+        """Most tokens of each request."""
         self.all_rows_end = False
         """Whether each row of the step launched last ends with its last known token or draft."""
+        self._samples = np.zeros(0, dtype=np.bool_)
+        """[rows] whether the last plan's row reaches its newest token."""
         self._sampled: _SampledStep | None = None
         """None = some row of the step launched last does not sample."""
 
@@ -164,6 +173,9 @@ class RequestState:
             self._req_ids[request.slot] = request.req_id
             self._is_drafting_np[request.slot] = False
             self._uses_adapter_np[request.slot] = request.adapter_slot >= 0
+            self._known_np[request.slot] = len(request.token_ids)
+            self._pending_np[request.slot] = 0
+            self._most_np[request.slot] = request.max_total_tokens
             self.num_tokens_np[request.slot] = len(request.token_ids)
             self.num_computed_tokens_np[request.slot] = request.num_computed_tokens
             self._stage_entering(request, upload)
@@ -324,6 +336,12 @@ class RequestState:
         if plan.draft_token_ids:
             self._check_drafts(plan, left)
             left = left + np.array([len(drafts) for drafts in plan.draft_token_ids])
+        if plan.num_device_drafts and (left != 1).any():
+            raise ValueError(
+                "num_device_drafts: expected rows with one known token to compute, got "
+                f"{left} in slots {slots}"
+            )
+        left = left + plan.num_device_drafts
         if self._is_drafting_np[slots].any():
             raise ValueError(
                 "slots: expected none whose drafts are being verified, got "
@@ -369,6 +387,27 @@ class RequestState:
         """Return whether some request of the plan has an adapter."""
         return bool(self._uses_adapter_np[plan.slots].any())
 
+    def expect_drafts(self, plan: StepPlan) -> Callable[[StepOutput], None]:
+        """Count what a step may append at most; return what to call with its result.
+
+        Called after ``advance_on_host`` for each step where a draft head makes drafts.
+        """
+        samples, self._sampled = self._samples, None  # no plan continues such a step
+        most = samples * np.int32(1 + plan.num_device_drafts)
+        self._pending_np[plan.slots] += most
+
+        def land(output: StepOutput) -> None:
+            lives = samples & (self._epochs_np[output.slots] == output.epochs)
+            slots = output.slots[lives]
+            counts = np.array([*map(len, output.token_ids)], dtype=np.int32)
+            self._known_np[slots] += counts[lives]
+            self._pending_np[slots] -= most[lives]
+            bound = self._known_np[slots] + self._pending_np[slots]
+            self.num_tokens_np[slots] = np.minimum(bound, self._most_np[slots])
+            self.num_computed_tokens_np[slots] = self.num_tokens_np[slots] - 1
+
+        return land
+
     def num_before(self, plan: StepPlan) -> Int32Array:
         """Return the tokens of each row computed before the step, which the mirrors count."""
         return self.num_computed_tokens_np[plan.slots] - plan.num_scheduled_tokens
@@ -386,13 +425,14 @@ class RequestState:
         computed = self.num_computed_tokens_np[index] + plan.num_scheduled_tokens
         self.num_computed_tokens_np[index] = computed
         samples = computed >= self.num_tokens_np[index]
+        self._samples = samples
         self.all_rows_end = bool(samples.all())
         if plan.draft_token_ids:  # the result tells how many are accepted
             drafts = np.array([len(drafts) > 0 for drafts in plan.draft_token_ids])
             self._is_drafting_np[index] = drafts
             samples &= ~drafts
-        self.num_tokens_np[index] += samples
-        if samples.all():
+        self.num_tokens_np[index] = np.where(samples, computed + 1, self.num_tokens_np[index])
+        if samples.all() and not plan.num_device_drafts:
             ones = np.ones(len(index), dtype=np.int32)
             rows = (plan.slots.tobytes(), plan.epochs.tobytes(), ones.tobytes())
             self._sampled = _SampledStep(plan.step_id, index, plan.req_ids, rows)

@@ -14,11 +14,12 @@ from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import select_ops
 from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
+from mrv1.models.drafts import HeadConfig, head_config, load_head
 from mrv1.runner.compile_ahead import KernelSet, compiled_beside
 from mrv1.runner.cpu_threads import choose_threads
 from mrv1.runner.debug import synced
 from mrv1.runner.device_memory import within_memory
-from mrv1.runner.device_step import DeviceStep
+from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.host_memory import HostMemory
@@ -96,7 +97,17 @@ def build_parts(
             f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
             "rank's heads, got both in a layer"
         )
-    head_groups = resolve_head_groups(config, policy, max_model_len)
+    head = _draft_head(config, model_config, policy)
+    if head is not None:
+        config = replace(config, max_draft_tokens=config.num_head_drafts)
+    cached = (
+        policy
+        if head is None
+        else HeadPolicy.of_layer_windows(
+            (*model_config.layer_windows, -1), model_config.num_kv_heads
+        )
+    )
+    head_groups = resolve_head_groups(config, cached, max_model_len)
     groups = head_groups.slice(parallel.rank, parallel.size)
     head_scales = None
     if config.kv_scale == "head":
@@ -113,7 +124,7 @@ def build_parts(
         else model.dtype
     )
     # Sizes that can be known to be too large are refused before weights load.
-    fields = DeviceStep.fields(config, model_config, groups, max_model_len)
+    fields = slot_fields(config, model_config, groups, max_model_len)
     field_starts(config.max_num_seqs, fields)
     FeatureBuffer.rows_of(config, model_config, dtype)
     kernels = KernelSet(
@@ -138,6 +149,9 @@ def build_parts(
             quantization=config.quantization,
             max_model_len=config.max_model_len,
         )
+        draft_model = None
+        if head is not None:
+            draft_model = load_head(head, _head_path(config), model, ops)
         clock.lap("weights")
     clock.lap("kernels")
     if model.deterministic != config.deterministic:
@@ -152,12 +166,13 @@ def build_parts(
             config,
             model,
             ops,
-            CacheSpec.of(config, model),
+            CacheSpec.of(config, model, draft_layers=int(head is not None)),
             groups,
             max_model_len,
             head_scales=head_scales,
             processors=processors,
             memory=memory,
+            draft_model=draft_model,
         )
     return RunnerParts(
         config=config,
@@ -176,6 +191,29 @@ def _compiled(kernels: KernelSet, *, progress: bool) -> AbstractContextManager[N
     if not is_triton or kernels.config.attention_backend != "triton" or torch.version.hip:
         return nullcontext()  # FlashInfer compiles its own; a stand-in is an NVIDIA GPU
     return compiled_beside(kernels, progress=progress)
+
+
+def _head_path(config: EngineConfig) -> str:
+    """Return where a draft head's checkpoint is; an MTP block is in the model's own."""
+    speculation = config.speculation
+    return (speculation and speculation.model) or config.model
+
+
+def _draft_head(
+    config: EngineConfig, model_config: ModelConfig, policy: HeadPolicy
+) -> HeadConfig | None:
+    """Return the draft head that is configured; ConfigError: it does not go with the model."""
+    speculation = config.speculation
+    if speculation is None or not speculation.has_head:
+        return None
+    if model_config.vision is not None:
+        raise ConfigError("speculative: expected a model of text alone with a draft head")
+    if any(not seen.is_full for layer in policy.heads for seen in layer):
+        raise ConfigError(
+            "speculative: expected a model without windows, and no head_policy, with a draft "
+            "head, got heads that see a window"
+        )
+    return head_config(speculation.method, _head_path(config), model_config)
 
 
 def allocate_cache(

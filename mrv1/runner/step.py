@@ -111,6 +111,9 @@ class StepPlan:
     row needs a block for each token that it computes."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
+    num_device_drafts: int = 0
+    """Drafts of each row that are on the device, where a draft head has made them: the last of
+    ``num_scheduled_tokens``, fewer in a row that ends before. Other drafts there are none then."""
     staged_features: tuple[StagedFeatures, ...] = ()
     """Items staged before this step: each of which a row computes a token, unless staged since its
     rows last went to another item. Those of a step whose launch fails must be staged again."""

@@ -537,7 +537,11 @@ def test_a_step_can_verify_the_drafts_of_the_configuration():
             r"speculative: expected a mapping such as \{\"method\": \"ngram\"\}, got 'ngram'",
         ),
         ({}, "speculative: expected the keys method, num_tokens, .*, got no method"),
-        ({"method": "eagle"}, "speculative: method: expected 'ngram', got 'eagle'"),
+        (
+            {"method": "eagle"},
+            r"speculative: method: expected one of \('ngram', 'mtp', 'ernie_mtp', 'eagle3'\), got "
+            "'eagle'",
+        ),
         (
             {"method": "ngram", "num_speculative_tokens": 3},
             "speculative: expected the keys method, num_tokens, .*got 'num_speculative_tokens'",

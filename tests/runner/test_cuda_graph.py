@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from benchmarks.engines.headwise import HeadwiseBench, plant_prefix
 from mrv1 import ModelRunner, SamplingParams, StepPlan
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
-from mrv1.runner.device_step import DeviceStep
+from mrv1.runner.device_step import DeviceStep, tails_of
 from mrv1.runner.rows import StepShape, Tail
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import enter, make_plan, make_runner
@@ -154,7 +155,8 @@ class LaunchedGraphs(StepGraphs):
         self.runner = runner
         step = runner._step
         layers = [shape for shape in self.shapes if not shape.samples]
-        self._tails = {(shape, tail): None for shape in layers for tail in step.tails(shape)}
+        tails = partial(tails_of, step.config, has_processors=bool(step.processors))
+        self._tails = {(shape, tail): None for shape in layers for tail in tails(shape)}
         most = config.max_num_seqs + config.max_num_batched_tokens
         step._hidden = step._hidden.new_empty(most, step._hidden.shape[1])
         self.replayed: list[StepShape] = []
