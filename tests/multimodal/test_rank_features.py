@@ -82,7 +82,7 @@ def prompts(num_columns: int, *, family: str | None = None) -> Given:
         return token_ids, items
 
     shared = part(1, 4, 6)
-    frames = 1 if family.startswith("qwen3_vl") else 2  # there, an item is a frame
+    frames = 1 if (family or "").startswith("qwen3_vl") else 2  # there, an item is a frame
     video = part(frames, 4, 4, modality="video")
     return [placed(shared), placed(shared), placed(part(1, 4, 4), shared), placed(video), placed()]
 
