@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import ray.data
-
 from mrv1 import LLM, SamplingParams
 
 
@@ -51,6 +49,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=512, help="prompts of a call")
     arguments = parser.parse_args()
+    import ray.data  # after --help, which needs no Ray
+
     rows = ray.data.read_json(arguments.prompts)
     rows = rows.map_batches(
         Generator,

@@ -23,7 +23,7 @@ from benchmarks.measure.timing import (
 )
 from benchmarks.peers import NOT_INSTALLED, Peer, peer_versions
 from mrv1.device import kernel_path, resolve_device
-from mrv1.errors import Mrv1Error
+from mrv1.errors import Mrv1Error, UnsupportedDeviceError
 from mrv1.kernels.registry import Ops, select_ops
 from mrv1.provenance import provenance
 
@@ -175,6 +175,11 @@ def compare(
         WrongResultError: a kernel of ours is wrong.
     """
     device = resolve_device(bench.device)
+    if bench.device == "auto" and kernel_path(device) == "reference":
+        raise UnsupportedDeviceError(
+            "device: expected a GPU, whose kernels are measured, got 'auto' without one; "
+            "--device cpu runs the torch reference"
+        )
     comparison = Comparison(
         device=device,
         ops=select_ops(kernel_path(device)),

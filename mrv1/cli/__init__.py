@@ -35,12 +35,19 @@ COMMANDS = {
 }
 """Command -> its function or its group in ``mrv1.cli``, and the first line of its help."""
 
+SERVE = (
+    "mrv1 has no server; with vLLM installed: vllm serve MODEL --worker-cls "
+    "mrv1.integrations.vllm.Worker --logits-processors mrv1.integrations.vllm:RequestCheck"
+)
+
 
 class LazyGroup(Group):
     """The group of all commands; it imports the module of the command that runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:  # noqa: ANN401 - a private class of typer
         """Return the command that ``args`` name, with its options, and the other arguments."""
+        if args[0] == "serve":
+            ctx.fail(SERVE)
         name, _, rest = super().resolve_command(ctx, args)
         return name, None if name is None else _loaded(name), rest
 

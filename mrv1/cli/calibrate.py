@@ -12,7 +12,7 @@ from rich.table import Table
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import counting_bar, say, second_interrupt_ends, show_table
-from mrv1.cli.options import FieldsOf, command
+from mrv1.cli.options import MODEL_HELP, FieldsOf, command
 from mrv1.cli.results import check_target, write_result
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
@@ -25,7 +25,9 @@ LOW_RECALL = 0.5
 @command
 @second_interrupt_ends()
 def calibrate_command(
-    settings: Annotated[dict[str, Any], FieldsOf(cls=CalibrateOptions)],
+    settings: Annotated[
+        dict[str, Any], FieldsOf(cls=CalibrateOptions, help={"model": MODEL_HELP})
+    ],
     output: Annotated[
         Path, typer.Option(dir_okay=False, help="JSON file for the policy, read by --head-policy.")
     ],

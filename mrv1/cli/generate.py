@@ -38,6 +38,7 @@ def sampling_options(max_tokens: int, of_what: str = "") -> FieldsOf:
         cls=SamplingParams,
         panel="Sampling",
         defaults={"max_tokens": max_tokens},
+        brief=("max_tokens", "temperature", "top_p", "seed"),
         of_model=tuple(OF_CHECKPOINT.values()),
         help={"max_tokens": f"Generate at most this many tokens{of_what}."},
         without=(
@@ -49,7 +50,15 @@ def sampling_options(max_tokens: int, of_what: str = "") -> FieldsOf:
 
 
 Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS)]
-Engine = Annotated[dict[str, Any], FieldsOf(cls=EngineConfig, panel="Engine", without=("seed",))]
+Engine = Annotated[
+    dict[str, Any],
+    FieldsOf(
+        cls=EngineConfig,
+        panel="Engine",
+        without=("seed",),
+        brief=("device", "dtype", "max_model_len"),
+    ),
+]
 
 
 Lora = Annotated[

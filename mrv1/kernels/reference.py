@@ -2,7 +2,8 @@
 
 The oracles are the specification that each kernel is tested against, and the path ``reference``,
 which runs on a CPU. They are written to be read, not to be fast, and compute in float32, or in
-float64 where the input is float64.
+float64 where the input is float64. They make fewer checks of their arguments than the kernels do:
+an oracle may take what a launch refuses.
 """
 
 from __future__ import annotations

@@ -66,10 +66,6 @@ class VisionEncoder:
                 cannot be loaded, or pillow is not installed.
             UnsupportedDeviceError: there is no such GPU.
         """
-        if find_spec("PIL") is None:
-            raise ConfigError(
-                'pillow: expected it installed for images, found none; pip install "mrv1[vision]"'
-            )
         self._checkpoint = Checkpoint.open(model)
         self.directory = self._checkpoint.path
         config = ModelConfig.from_pretrained(self.directory)
@@ -84,7 +80,11 @@ class VisionEncoder:
         if vision is None:
             raise ConfigError(
                 f"model: expected a checkpoint with a vision encoder, got {str(self.directory)!r} "
-                f"({config.architecture})"
+                f"({config.architecture}), which reads text alone"
+            )
+        if find_spec("PIL") is None:
+            raise ConfigError(
+                'pillow: expected it installed for images, found none; pip install "mrv1[vision]"'
             )
         self.config = vision
         self.device = resolve_device(device)

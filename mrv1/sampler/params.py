@@ -203,11 +203,12 @@ class SamplingParams(metaclass=_NamesOfVLLM):
     """Let a bad word begin in the prompt, not only in the output."""
     logprobs: _Logprobs | None = None
     """Report the log-probabilities of the token drawn and of this many most likely tokens, at each
-    output position; -1 reports the whole vocabulary. Default: no report."""
+    output position; -1 reports the whole vocabulary, which needs ``max_logprobs=-1`` of ``LLM``.
+    Default: no report."""
     logprob_token_ids: _Tokens = ()
     """Report the log-probabilities of the token drawn and of these tokens, at each position."""
     prompt_logprobs: _Logprobs | None = None
-    """Like ``logprobs``, for the prompt's tokens."""
+    """Like ``logprobs``, for the prompt's tokens; -1 needs ``max_logprobs=-1`` too."""
     structured_output: Annotated[
         Grammar | None, instances(Grammar, "a Grammar (mrv1.integrations.llguidance) or None")
     ] = None

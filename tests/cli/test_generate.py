@@ -170,7 +170,10 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--head-policy", "none.json"], "got 'none.json', which does not exist"),
         (["--block-size", "20"], "block_size: expected one of (16, 32, 64, 128), got 20"),
         (["--dtype", "int8"], "dtype: expected one of"),
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got"),
+        (
+            ["--kv-cache-dtype", "e5m2"],
+            "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got",
+        ),
         (["--kv-scale", "head"], "kv_scale: expected kv_cache_dtype='fp8_e4m3' with 'head'"),
         (
             ["--kv-cache-dtype", "fp8_e4m3", "--kv-scale", "head"],

@@ -29,7 +29,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from mrv1 import ConfigError, RequestError
+from mrv1 import LLM, ConfigError, RequestError
 from mrv1.config import checkpoint_dir
 from mrv1.engine.chat import ChatTemplate
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer
@@ -630,3 +630,17 @@ def test_a_damaged_template_file_is_named(tmp_path, text):
         ConfigError, match=r"chat_template\.json: expected (a |chat_template, a te)"
     ):
         checkpoint(tmp_path / "m", files={"chat_template.json": text})
+
+
+def test_a_template_without_tools_warns_once(caplog):
+    with LLM("tiny", device="cpu", num_kv_blocks=16) as llm:
+        messages = [{"role": "user", "content": "hi"}]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        for _ in range(2):
+            llm.chat_prompt(messages, chat_template=plain, tools=tools)
+        llm.chat_prompt(messages, chat_template="{{ tools }}" + plain, tools=tools)
+        llm.chat_prompt(messages, chat_template=plain)
+    assert [record.getMessage() for record in caplog.records if "tools" in record.msg] == [
+        "tools: the chat template describes no tools to the model: no effect"
+    ]
