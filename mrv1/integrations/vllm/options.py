@@ -44,6 +44,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     scheduler = vllm_config.scheduler_config
+    lora = vllm_config.lora_config
     name = str(model.model) if model.revision is None else f"{model.model}@{model.revision}"
     return EngineConfig(
         model=name,
@@ -70,6 +71,9 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
         max_logit_bias=MAX_LOGIT_BIAS,
         max_logprobs=model.max_logprobs,
         logprobs_mode=model.logprobs_mode,
+        enable_lora=lora is not None,
+        max_loras=1 if lora is None else lora.max_loras,
+        max_lora_rank=16 if lora is None else lora.max_lora_rank,
         generation_config=None,  # vLLM reads sampling defaults itself
         seed=model.seed or 0,
     )
@@ -89,7 +93,9 @@ def share_of_all(share: float, free_bytes: int, total_bytes: int) -> float:
 
 
 def _problems(config: VllmConfig) -> Iterator[str]:
-    yield from _unset(config, "lora_config", "speculative_config")
+    yield from _unset(config, "speculative_config")
+    if config.lora_config is not None:
+        yield from _adapter_problems(config.lora_config, config.model_config.dtype)
     yield from _unset(config, "ec_transfer_config", "weight_transfer_config", "watermark_config")
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     for name in (
@@ -155,6 +161,13 @@ def _rank_problems(config: Any) -> Iterator[str]:  # noqa: ANN401 - a VllmConfig
         )
     if config.kv_transfer_config is not None:
         yield f"kv_transfer_config: expected none with tensor_parallel_size={size}, got one"
+
+
+def _adapter_problems(lora: Any, dtype: torch.dtype) -> Iterator[str]:  # noqa: ANN401 - vLLM's
+    if lora.lora_dtype not in ("auto", dtype):
+        yield f"lora_dtype: expected the model's, {dtype}, got {lora.lora_dtype}"
+    yield from _unset(lora, "target_modules", "default_mm_loras", "max_lora_cls_labels")
+    yield from _flags_off(lora, "enable_tower_connector_lora", "enable_moe_shared_loras")
 
 
 def _unset(config: Any, *names: str) -> Iterator[str]:  # noqa: ANN401 - a part of vLLM's

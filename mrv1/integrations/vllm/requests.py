@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from mrv1.engine.request_maker import derive_seed
 from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.adapters import WorkerAdapters
 from mrv1.integrations.vllm.sampling import sampling_params_of
 from mrv1.runner import SlotRequest, StepPlan, TokenLogprobs
 from mrv1.runner.step import Int32Array
@@ -36,6 +37,8 @@ class Known:
     """Its slot; None = preempted, or not scheduled yet."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Log-probabilities of the prompt since the last entry; None = not asked for, or reported."""
+    lora_request: object = None
+    """vLLM's; None = the model alone."""
     has_failed: bool = False
     """Whether a step drew no token, for example because of NaN."""
 
@@ -63,8 +66,11 @@ class Requests:
     ``seed`` is for requests without one.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, seed: int, adapters: WorkerAdapters
+    ) -> None:
         self.max_model_len = max_model_len
+        self.adapters = adapters
         self._seed = seed
         self._num_added = 0
         self._known: dict[str, Known] = {}
@@ -78,6 +84,8 @@ class Requests:
         self._preempted: list[int] = []
         """Slots of requests that were preempted since the last plan."""
         self._next_step_id = 0
+        self._counts: Mapping[str, int] = {}
+        """Tokens of each request that vLLM schedules in the step that is planned."""
         self._last: Step | None = None
         """The step planned last, if every row of it draws a token."""
 
@@ -92,14 +100,16 @@ class Requests:
         for req_id in output.finished_req_ids:
             known = self._known.pop(req_id, None)
             if known is not None:
-                self._leave(known, self._finished)
+                self._leave(req_id, known, self._finished)
         for req_id in output.preempted_req_ids or ():
             known = self._known.get(req_id)
             if known is not None:
-                self._leave(known, self._preempted)
+                self._leave(req_id, known, self._preempted)
+        self._counts = output.num_scheduled_tokens
         new_block_ids: dict[int, Tokens] = {}
         entering = [self._new(new, new_block_ids) for new in output.scheduled_new_reqs]
         resumed = self._cached(output.scheduled_cached_reqs, new_block_ids)
+        self.adapters.check(self._counts)
         counts = output.num_scheduled_tokens
         if not counts:
             return None
@@ -129,7 +139,7 @@ class Requests:
             raise ConfigError(f"request {new.req_id}: expected a prompt of token ids, got another")
         params, before = sampling_params_of(new.sampling_params), self._known.get(new.req_id)
         if before is not None:  # preempted, or a session that goes on with a longer prompt
-            self._leave(before, self._preempted)
+            self._leave(new.req_id, before, self._preempted)
             seed = before.seed
         else:
             seed = derive_seed(self._seed, self._num_added) if params.seed is None else params.seed
@@ -140,6 +150,7 @@ class Requests:
             params=params,
             seed=seed,
             late_token_ids=tuple(stops) if params.min_tokens else (),
+            lora_request=new.lora_request,
         )
         tokens = new.prefill_token_ids or new.prompt_token_ids
         return self._enter(
@@ -177,7 +188,7 @@ class Requests:
         new_block_ids: dict[int, Tokens],
     ) -> SlotRequest:
         if known.slot is not None:
-            self._leave(known, self._preempted)
+            self._leave(req_id, known, self._preempted)
         slot = known.slot = self._free.popleft()
         params, prompt_len = known.params, known.prompt_len
         has_output = len(tokens) > prompt_len
@@ -202,15 +213,17 @@ class Requests:
             max_total_tokens=self.max_model_len,
             min_total_tokens=prompt_len + params.min_tokens,
             late_token_ids=known.late_token_ids,
+            adapter_slot=self.adapters.enter(req_id, known.lora_request, self._counts),
         )
 
-    def _leave(self, known: Known, slots: list[int]) -> None:
+    def _leave(self, req_id: str, known: Known, slots: list[int]) -> None:
         """Take a request's slot, if it has one, and note it in ``slots``."""
         if known.slot is not None:
             slots.append(known.slot)
             self._epochs[known.slot] += 1
             self._free.append(known.slot)
             known.slot = None
+            self.adapters.leave(req_id)
 
     # --- plans ---------------------------------------------------------------------------------
     def _steady(self, last: Step, new_block_ids: dict[int, Tokens]) -> Step:

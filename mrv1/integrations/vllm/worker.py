@@ -23,6 +23,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from mrv1.device import memory_bytes
 from mrv1.errors import ConfigError
+from mrv1.integrations.vllm.adapters import WorkerAdapters
 from mrv1.integrations.vllm.attention_pages import CODES
 from mrv1.integrations.vllm.kv_transfer import KVTransfer
 from mrv1.integrations.vllm.options import engine_config, share_of_all
@@ -144,7 +145,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
             )
         self._loaded = runner
         config = self._engine_config
-        self._requests = Requests(config.max_num_seqs, runner.max_model_len, config.seed)
+        self._requests = Requests(
+            config.max_num_seqs,
+            runner.max_model_len,
+            config.seed,
+            WorkerAdapters(config, runner),
+        )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Return full attention for every layer: mrv1's one group of blocks keeps every token."""
@@ -234,6 +240,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         try:
             if transfer is not None:
                 transfer.begin(scheduler_output)
+            self._scheduled.adapters.write_to(runner)
             if scheduler_output.has_structured_output_requests:
                 runner.forward(step.plan)
                 self._awaits_masks = step
@@ -296,6 +303,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if self._transfer is not None:
             raise ConfigError("sleep: expected no KV connector, got one, which knows the cache")
         self._runner.sleep(level)
+        self._scheduled.adapters.forget_slots()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate it again; see ``ModelRunner.wake_up``."""
@@ -321,6 +329,25 @@ class Worker(WorkerBase):  # type: ignore[misc]
             return
         path = self._runner.config.model if weights_path is None else weights_path
         self._runner.update_weights(Checkpoint.open(path, progress=False).tensors())
+
+    # --- adapters ------------------------------------------------------------------------------
+    def add_lora(self, lora_request: Any) -> bool:  # noqa: ANN401 - vLLM's LoRARequest
+        """Read an adapter; RequestError: ``enable_lora`` is off, or it is not one of the model."""
+        self._scheduled.adapters.add(lora_request)
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forget an adapter; return False if there is none."""
+        return self._scheduled.adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter in its slot; RequestError: there is none, or all slots but one are."""
+        self._scheduled.adapters.pin(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the adapters."""
+        return self._scheduled.adapters.ids
 
     # --- the rest of vLLM's control calls ------------------------------------------------------
     def get_model(self) -> DecoderModel:
@@ -432,7 +459,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 REFUSED_CALLS = (
-    "add_lora", "remove_lora", "pin_lora", "get_draft_model",
+    "get_draft_model",
     "update_config", "save_sharded_state",
     "save_tensorized_model", "init_weight_transfer_engine", "shutdown_weight_transfer_engine",
     "start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update",
@@ -446,13 +473,12 @@ ANSWERS: dict[str, Callable[[], object]] = {
     "execute_dummy_batch": lambda: None,  # no other rank waits for a step of this one
     "get_compilation_match_table": dict,
     "get_encoder_timing_stats": dict,
-    "list_loras": set,
     "reset_encoder_cache": lambda: None,
     "reset_mm_cache": lambda: None,
     "take_draft_token_ids": lambda: None,
     **{name: partial(_refuse, name) for name in REFUSED_CALLS},
 }
-"""Control calls with one answer: no drafts, encoders, adapters, media or passes of vLLM."""
+"""Control calls with one answer: no drafts, encoders, media or passes of vLLM."""
 
 
 def _answering(name: str, answer: Callable[[], object]) -> Callable[..., object]:

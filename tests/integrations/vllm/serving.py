@@ -18,12 +18,14 @@ import vllm
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    LoRAConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     VllmConfig,
 )
 from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams as VllmParams
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -48,6 +50,7 @@ def new_config(
     model: str | None = None,
     num_blocks: int = 64,
     ranks: int = 1,
+    max_loras: int = 0,
     **cache: Any,
 ) -> VllmConfig:
     """Return a configuration such as ``vllm serve`` makes, in float64: no near tie can flip.
@@ -81,8 +84,11 @@ def new_config(
             distributed_executor_backend="uni" if ranks == 1 else "mp",
         ),
         device_config=DeviceConfig(device="cpu"),
+        lora_config=LoRAConfig(max_loras=max_loras) if max_loras else None,
     )
     config.model_config.dtype = torch.float64
+    if config.lora_config is not None:
+        config.lora_config.lora_dtype = torch.float64
     return config
 
 
@@ -124,10 +130,22 @@ class Engine:
 
         self.core.scheduler.schedule = counted
 
-    def add(self, name: str, prompt: list[int], **params: Any) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        lora_request: LoRARequest | None = None,
+        **params: Any,
+    ) -> None:
         """Add a request of a prompt of token ids; text needs ``detokenize=True``."""
         params = {"temperature": 0, "ignore_eos": True, "detokenize": False} | params
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, VllmParams(**params))
+        self.engine.add_request(
+            name,
+            {"prompt_token_ids": prompt},
+            VllmParams(**params),
+            lora_request=lora_request,
+        )
 
     def step(self) -> None:
         for output in self.engine.step():

@@ -91,7 +91,7 @@ def test_every_control_call_of_vllms_gpu_worker_is_answered_or_refused():
 
 
 def test_calls_that_the_worker_does_not_support_say_so(engine):
-    for call in ("add_lora", "update_weights", "save_sharded_state"):
+    for call in ("get_draft_model", "update_weights", "save_sharded_state"):
         with pytest.raises(ConfigError, match=call):
             engine.engine.collective_rpc(call)
 
@@ -126,7 +126,6 @@ def test_every_sampling_parameter_is_known_or_refused():
 @pytest.mark.parametrize(
     ("part", "option", "value"),
     [
-        ("", "lora_config", object()),
         ("", "speculative_config", object()),
         ("", "ec_transfer_config", object()),
         ("", "weight_transfer_config", object()),
