@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mrv1.kernels._base.arithmetic import next_power_of_2
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.lora import Adapters
 
@@ -53,7 +54,8 @@ def adapter_values(
             shrunks += (shrunk,)  # type: ignore[assignment]
             columns += (column,)  # type: ignore[assignment]
         for index in tl.static_range(AT_ONCE):
-            shrunk, column = tl.broadcast(shrunks[index], columns[index].to(tl.float32))
+            column = columns[index].to(tl.float32)
+            shrunk, column = tl.broadcast(shrunks[index], column)  # type: ignore[unreachable]
             added = tl.fma(shrunk, column, added)
     return added
 
@@ -62,7 +64,7 @@ def ranks_at_once(max_rank: int, tile: int, num_warps: int) -> int:
     """Return the ranks that a program with ``tile`` results loads at once, a power of two."""
     of_thread = max(tile // (32 * num_warps), 1)
     at_once = min(MOST_AT_ONCE, max(VALUES_AT_ONCE // of_thread, 1))
-    return min(at_once, triton.next_power_of_2(max_rank))
+    return min(at_once, next_power_of_2(max_rank))
 
 
 def lora_arguments(

@@ -44,7 +44,8 @@ class Module:
     @property
     def num_rows(self) -> int:
         """Outputs, or tokens."""
-        return max(part.stop for part in self.rows.values())
+        last: int = max(part.stop for part in self.rows.values())
+        return last
 
 
 def read_adapter(

@@ -53,9 +53,9 @@ class LoraWeights:
         for layer in range(config.num_layers):
             for field, (rows, num_in) in part_rows(config, layer).items():
                 add((layer, field), max_loras, num_in, rows)
-        rows = config.vocab_size if vocab_rows is None else vocab_rows
-        add((NO_LAYER, "embed"), max_loras, rows, (config.hidden_size,))
-        add((NO_LAYER, "lm_head"), max_loras, config.hidden_size, (rows,))
+        tokens = config.vocab_size if vocab_rows is None else vocab_rows
+        add((NO_LAYER, "embed"), max_loras, tokens, (config.hidden_size,))
+        add((NO_LAYER, "lm_head"), max_loras, config.hidden_size, (tokens,))
         return cls(max_loras=max_loras, max_rank=max_rank, places=places)
 
     @property

@@ -278,7 +278,8 @@ class Controls:
                 piece.of(shared).copy_(values)
                 pieces.append(piece)
                 end += _aligned(values.nbytes)
-            parts.append(SharedPart(name, *pieces, part.scaling))
+            a, b = pieces
+            parts.append(SharedPart(name, a, b, part.scaling))
         with self._ending("load_adapter"):
             self._ranks.share(shared.fd)
             self._own.attach(shared)
