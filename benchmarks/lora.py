@@ -65,7 +65,8 @@ def random_layer(
     """Return a layer with as many adapters, whose results are of order one."""
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=device) * shape[-1] ** -0.5
+        values = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        return values.mul_(shape[-1] ** -0.5)
 
     layer = {}
     for name, (num_in, num_out) in shapes.items():

@@ -390,7 +390,7 @@ class EngineConfig:
     deterministic: bool = False
     """Compute logits whose bits depend on a request's tokens alone, not on other requests, on
     chunks, or on whether 1, 2, 4 or 8 ranks compute them. It is slower, and not possible with the
-    ``quarter`` scales of ``kv_scale``."""
+    ``quarter`` scales of ``kv_scale``, or with adapters on several ranks."""
     max_bad_words_num: Count = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""

@@ -22,10 +22,10 @@ LINEAR = {
     "linear_tile-bfloat16-16x4096x6144-norm": 3,
     "linear_tile-bfloat16-32x4096x14336-norm-gated": 2,
     "linear_tile-float32-16x100x48-norm-bias-gated-residual": 2,
-    "linear_leaves-bfloat16-256x4096x6144-norm": 3,
+    "linear_leaves-bfloat16-32x4096x6144-norm": 3,
     "linear_leaves-bfloat16-32x4096x14336-norm-gated": 2,
     "linear_registers-bfloat16-16x1024x4096-norm": 3,
-    "linear_registers-bfloat16-64x1024x3072-norm-gated": 2,
+    "linear_registers-bfloat16-16x1024x3072-norm-gated": 2,
     "linear_in_order-bfloat16-16x1024x4096-norm": 3,
     "linear_add_splits-4096": 1,
     "linear_add_splits-None": 1,
@@ -100,8 +100,11 @@ def _adapted(case: AotCase, parts: int) -> AotCase:
     pointers = {
         "shrunk_ptr": FLOAT32, "b_ptr": pointer(dtype), "slots_ptr": INT32, "ranks_ptr": INT32,
     }  # fmt: skip
-    of = case.constexprs
+    of, args = case.constexprs, case.args
+    if "linear_leaves" in case.name:  # many tokens are not split
+        of = {**of, "SPLITS": 1, "PARTS": of["SPLITS"] * of["PARTS"]}
+        args = (*args[:2], None, *args[3:])
     rows = of.get("TILE_ROWS", of.get("TILE_OUT", 1)) // (2 if of.get("GATED") else 1)
     tile = of.get("TILE_TOKENS", 1) * rows
     constexprs = {**of, **pointers, **_constants(parts, tile, case.num_warps)}
-    return replace(case, name=f"lora-{case.name}", constexprs=constexprs)
+    return replace(case, name=f"lora-{case.name}", args=args, constexprs=constexprs)

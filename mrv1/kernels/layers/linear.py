@@ -63,6 +63,9 @@ WARP_GROUP_CAPABILITY = (9, 0)
 """The compute capability of ``linear_groups``."""
 MOST_REGISTER_TOKENS = 64
 """Most tokens of a deterministic call that warp groups do not take: half of a tile's."""
+MOST_ADAPTED_TILE = 32
+"""Most tokens of a tile with adapters in a deterministic call of many tokens: those of B beside a
+larger tile's sums would not fit registers (sm_100)."""
 PRODUCTS_FROM_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
 """Compute capabilities whose tensor cores read both operands from shared memory, 227 KiB per
 program: large tiles do not pass through registers."""
@@ -264,9 +267,10 @@ def _tile_config(call: LinearCall) -> TileConfig:
     fast = device_info(call.x.device).capability in PRODUCTS_FROM_SHARED_MEMORY
     options = {"is_gated": call.is_gated, "from_shared_memory": fast}
     if call.order is not None:
-        return TileConfig.in_order_for(
-            call.num_tokens, num_rows, call.order, call.x.dtype, **options
-        )
+        with_adapters = call.adapters is not None and call.num_tokens > MOST_REGISTER_TOKENS
+        num_tokens = MOST_ADAPTED_TILE if with_adapters else call.num_tokens
+        config = TileConfig.in_order_for(num_tokens, num_rows, call.order, call.x.dtype, **options)
+        return replace(config, splits=1) if with_adapters else config
     return TileConfig.default_for(
         call.num_tokens,
         call.num_in,
