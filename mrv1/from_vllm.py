@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict
 
 from mrv1.errors import short
 
@@ -42,6 +42,8 @@ class Row:
     """vLLM's value -> the value here, if it is another."""
     accepts: tuple[object, ...] = ()
     """Values that change nothing, beside everything that is false in a row that is not here."""
+    settings: tuple[str, ...] = ()
+    """Of a no-op whose value has settings: those that may be true."""
 
     def ignores(self, value: object) -> bool:
         """Whether a value changes nothing here."""
@@ -49,7 +51,9 @@ class Row:
                for each in self.accepts):  # fmt: skip
             return True
         if self.kind == "no-op":
-            return not self.accepts
+            given = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+            others = (given[name] for name in given if name not in self.settings)
+            return not self.accepts and not (self.settings and any(others))
         plain = value is None or isinstance(value, bool | int | float | str | Collection)
         return self.kind == "not here" and plain and not value
 
@@ -115,10 +119,11 @@ OPTIONS = _named(
         "speculative", "`num_speculative_tokens` is `num_tokens`", values=_drafts)),
     ("enable_chunked_prefill",
      _no_op("prompts above `max_num_batched_tokens` are always computed in chunks", True, None)),
-    ("disable_log_stats aggregate_engine_logging show_hidden_metrics_for_version log_level "
-     "enable_logging_iteration_details kv_cache_metrics kv_cache_metrics_sample "
-     "cudagraph_metrics enable_mfu_metrics enable_mm_processor_stats custom_histogram_buckets "
-     "per_request_spec_decode_metrics logging_config log_config_file",
+    ("disable_log_stats disable_log_requests aggregate_engine_logging "
+     "show_hidden_metrics_for_version log_level enable_logging_iteration_details "
+     "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics "
+     "enable_mm_processor_stats custom_histogram_buckets per_request_spec_decode_metrics "
+     "logging_config log_config_file",
      _no_op("nothing is logged for each step; `LLM.metrics()` counts")),
     ("disable_custom_all_reduce enable_shm_tensor_arena disable_nccl_for_dp_synchronization "
      "max_parallel_loading_workers safetensors_load_strategy safetensors_prefetch_num_threads "
@@ -136,7 +141,10 @@ OPTIONS = _named(
      "disable_chunked_mm_input", _no_op("tuning of vLLM's scheduler and block manager")),
     ("enable_sleep_mode sleep_mode_backend sleep_mode_offload_cudagraph enable_cumem_allocator "
      "enable_nccl_comm_suspend", _no_op("`sleep` works without it")),
-    ("structured_outputs_config guided_decoding_backend", _no_op("llguidance reads every form")),
+    ("guided_decoding_backend", _no_op("llguidance reads every form")),
+    ("structured_outputs_config", Row(
+        "no-op", "its `backend` alone: llguidance reads every form, and whitespace and further "
+        "properties are fields of StructuredOutputsParams", settings=("backend",))),
     ("limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type skip_mm_profiling "
      "mm_shm_cache_max_object_size_mb mm_hasher_algorithm mm_tensor_ipc mm_ipc_gpu_memory_gb "
      "mm_encoder_attn_backend mm_encoder_tp_mode mm_processor_device mm_device_do_normalize "
@@ -159,43 +167,47 @@ OPTIONS = _named(
     ("revision", _not_here('write model="org/name@revision"')),
     ("code_revision tokenizer_revision hf_config_path config_format model_weights",
      _not_here("a model is one directory, file or org/name@revision", "auto")),
-    ("hf_overrides model_class_overrides additional_config",
+    ("hf_overrides rope_scaling rope_theta model_class_overrides additional_config",
      _not_here("change `config.json` in a copy of the checkpoint")),
     ("tokenizer tokenizer_mode", _not_here(
         "the checkpoint's own is used; for another give prompts of token ids", "auto", "hf")),
     ("skip_tokenizer_init", _not_here("give prompts of token ids and detokenize=False")),
     ("download_dir", _not_here("set HF_HOME")),
     ("hf_token", _not_here("set HF_TOKEN, or run `hf auth login`", True)),
-    ("runner convert pooler_config",
+    ("runner task convert pooler_config",
      _not_here("models generate; none embeds or ranks", "auto", "generate", "none")),
     ("""pipeline_parallel_size data_parallel_size decode_context_parallel_size nnodes
         prefill_context_parallel_size data_parallel_rank data_parallel_start_rank
-        data_parallel_size_local data_parallel_address data_parallel_rpc_port node_rank
-        data_parallel_hybrid_lb data_parallel_external_lb data_parallel_backend
-        data_parallel_multi_port_external_lb dcp_comm_backend dcp_q_replicate
-        dcp_kv_cache_interleave_size cp_kv_cache_interleave_size dp_sync_interval enable_hc_sp
-        enable_batch_sharded_sampling master_addr master_port enable_dbo ubatch_size
-        dbo_decode_token_threshold dbo_prefill_token_threshold""",
+        data_parallel_size_local data_parallel_address node_rank data_parallel_hybrid_lb
+        data_parallel_external_lb data_parallel_multi_port_external_lb dcp_q_replicate
+        dcp_kv_cache_interleave_size cp_kv_cache_interleave_size enable_hc_sp
+        enable_batch_sharded_sampling enable_dbo ubatch_size""",
      _not_here("tensor_parallel_size, on one host, is the only way to use several GPUs", 1)),
-    ("enable_expert_parallel enable_ep_weight_filter all2all_backend enable_elastic_ep "
-     "elastic_ep_max_dp_size eplb_config enable_eplb expert_placement_strategy",
+    ("data_parallel_rpc_port data_parallel_backend dcp_comm_backend dp_sync_interval master_addr "
+     "master_port dbo_decode_token_threshold dbo_prefill_token_threshold",
+     _no_op("only for several hosts, or for ways to use GPUs that are not here")),
+    ("enable_expert_parallel enable_ep_weight_filter enable_elastic_ep elastic_ep_max_dp_size "
+     "eplb_config enable_eplb",
      _not_here("tensor_parallel_size gives each rank a part of every expert")),
+    ("all2all_backend expert_placement_strategy", _no_op("only with enable_expert_parallel")),
     ("device_ids", _not_here('set CUDA_VISIBLE_DEVICES, or device="cuda:N" for one GPU')),
     ("distributed_executor_backend worker_cls worker_extension_cls scheduler_cls "
      "enable_fault_tolerance fault_tolerance_config",
      _not_here("ranks are processes that `LLM` starts", "auto", "mp", "uni")),
-    ("""cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_params
-        offload_num_in_group offload_prefetch_step kv_offloading_size kv_offloading_backend""",
+    ("cpu_offload_gb cpu_offload_params offload_group_size offload_params kv_offloading_size",
      _not_here("all weights and pages are in GPU memory: see quantization, kv_cache_dtype and "
-               "head_policy", 1, "auto", "native")),
+               "head_policy")),
+    ("offload_backend offload_num_in_group offload_prefetch_step kv_offloading_backend",
+     _no_op("only with memory of the host, which holds no weights and pages")),
     ("quantization_config allow_deprecated_quantization", _not_here("see `quantization`")),
     ("attention_config", _not_here("see `attention_backend`")),
     ("calculate_kv_scales kv_cache_dtype_skip_layers override_attention_dtype "
      "kv_sharing_fast_prefill", _not_here("see `kv_scale`")),
     ("disable_sliding_window", _not_here("layers keep their windows")),
     ("max_num_scheduled_tokens", _not_here("see `max_num_batched_tokens`")),
-    ("max_num_partial_prefills max_long_partial_prefills max_num_active_seqs",
+    ("max_num_partial_prefills max_long_partial_prefills",
      _not_here("see `max_num_seqs` and `long_prefill_token_threshold`", 1)),
+    ("max_num_active_seqs", _not_here("see `max_num_seqs`")),
     ("max_num_queued_reqs max_num_queued_tokens",
      _not_here("`AsyncLLM` has max_num_queued_reqs")),
     ("enable_lora max_loras", _same()),
@@ -205,16 +217,17 @@ OPTIONS = _named(
     ("default_mm_loras lora_dtype lora_target_modules enable_tower_connector_lora "
      "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels",
      _not_here("an adapter has the model's dtype, and modules of its text alone", "auto")),
-    ("spec_method spec_model spec_tokens watermark_config",
-     _not_here("see `speculative_config`")),
+    ("spec_method spec_model spec_tokens", _not_here("see `speculative_config`")),
+    ("watermark_config", _not_here("write the watermark as a `LogitsProcessor`")),
     ("reasoning_parser reasoning_parser_plugin reasoning_config io_processor_plugin",
      _not_here("texts come as the model writes them: split them yourself")),
     ("chat_template", _not_here("give it to `LLM.chat`")),
     ("mm_processor_kwargs media_io_kwargs interleave_mm_strings video_pruning_rate "
-     "video_pruning_method enable_mm_embeds mm_encoder_only mm_encoder_attn_dtype "
-     "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
-     "mm_encoder_fp8_scale_save_margin",
+     "enable_mm_embeds mm_encoder_only mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+     "mm_encoder_fp8_scale_save_path",
      _not_here("`mrv1.multimodal.VisionEncoder` makes features; change them there")),
+    ("video_pruning_method mm_encoder_fp8_scale_save_margin",
+     _no_op("only with options of the encoder that are not here")),
     ("allowed_local_media_path", _not_here("check the paths in messages yourself")),
     ("enable_prompt_embeds", _not_here("prompts are texts or token ids; features of images, "
                                        "audio and video are `multimodal`")),
@@ -232,8 +245,8 @@ OPTIONS = _named(
 
 METHODS = _named(
     ("generate", _same(
-        '`priority` needs `scheduling_policy="priority"`; no `tokenization_kwargs`')),
-    ("chat", _same("no `chat_template_content_format`: parts fit any template")),
+        '`priority` needs `scheduling_policy="priority"`')),
+    ("chat", _same("`use_tqdm` and what follows it only by name")),
     ("get_tokenizer get_default_sampling_params wake_up", _same()),
     ("sleep reset_prefix_cache", _same("not while a request runs")),
     ("update_weights", _same("takes tensors by name, on any device")),
@@ -259,6 +272,24 @@ METHODS = _named(
     ("set_tokenizer", _not_here("give prompts of token ids")),
 )  # fmt: skip
 """Methods and attributes of ``LLM``."""
+
+ARGUMENTS = _named(
+    ("prompt_token_ids", _not_here("write prompts=[TokensPrompt(prompt_token_ids=...)]")),
+    ("tokenization_kwargs", _not_here("encode texts yourself, and give token ids")),
+    ("mm_processor_kwargs", _not_here("prepare images before the call")),
+    ("priority", _not_here("give `generate`, which has it, what `chat_prompt` returns")),
+    ("chat_template_content_format", _no_op("parts of a message fit any template")),
+)  # fmt: skip
+"""Arguments of ``LLM.generate`` and ``LLM.chat`` that one of them, or both, do not have."""
+
+
+class OtherArguments(TypedDict, total=False):
+    """Those of ``LLM.generate``: a value that asks for nothing is taken, another one refused."""
+
+    prompt_token_ids: object
+    tokenization_kwargs: object
+    mm_processor_kwargs: object
+
 
 PROMPT = _named(
     ("prompt prompt_token_ids", _same("one of the two")),

@@ -14,6 +14,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "from-vllm.md"
 TABLES: dict[str, Mapping[str, Row]] = {
     "Options of `LLM`": from_vllm.OPTIONS,
     "Methods": from_vllm.METHODS,
+    "Arguments of `generate` and `chat`": from_vllm.ARGUMENTS,
     "Keys of a prompt": from_vllm.PROMPT,
     "Fields of outputs": from_vllm.OUTPUT,
     "`SamplingParams`": from_vllm.PARAMS,

@@ -20,13 +20,14 @@ from mrv1 import (
     TokensPrompt,
 )
 from mrv1.engine.llm_options import LLMOptions
-from mrv1.from_vllm import METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
+from mrv1.from_vllm import ARGUMENTS, METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
 from tests.from_vllm_page import PAGE, written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 OWN = {
     "options": (OPTIONS, {each.name for each in fields(LLMOptions)}),
     "methods": (METHODS, set(dir(LLM))),
+    "arguments": (ARGUMENTS, set()),
     "prompt": (PROMPT, {"prompt", "prompt_token_ids"}),
     "output": (
         OUTPUT,
@@ -77,7 +78,9 @@ def options(**given: object) -> dict[str, object]:
         ({"block_size": None, "seed": None}, {}),
         ({"pipeline_parallel_size": 1, "trust_remote_code": False, "hf_overrides": {}}, {}),
         ({"enable_chunked_prefill": True, "disable_log_stats": False, "swap_space": 4}, {}),
+        ({"task": "generate", "disable_log_requests": True, "data_parallel_backend": "ray"}, {}),
         ({"overlap": False, "no_name": 3}, {"overlap": False, "no_name": 3}),
+        ({"structured_outputs_config": {"backend": "xgrammar", "reasoning_parser": ""}}, {}),
     ],
 )
 def test_an_option_of_vllm_is_taken(given, expected):
@@ -92,6 +95,12 @@ def test_an_option_of_vllm_is_taken(given, expected):
         ({"pipeline_parallel_size": 2}, "=2: tensor_parallel_size, on one host"),
         ({"revision": "main"}, 'write model="org/name@revision"'),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
+        ({"structured_outputs_config": {"disable_any_whitespace": True}},
+         "are fields of StructuredOutputsParams"),
+        ({"cpu_offload_gb": 1}, "all weights and pages are in GPU memory"),
+        ({"kv_offloading_size": 1}, "all weights and pages are in GPU memory"),
+        ({"max_num_active_seqs": 1}, "see `max_num_seqs`"),
+        ({"watermark_config": {"key": 1}}, "write the watermark as a `LogitsProcessor`"),
         ({"enforce_eager": True, "cuda_graphs": False},
          "enforce_eager: expected one of it and cuda_graphs, got both"),
     ],
@@ -134,6 +143,27 @@ def test_cached_tokens_are_those_of_the_first_admission(llm):
         _ = again.encoder_prompt
     assert pickle.loads(pickle.dumps(again)) == again
     assert llm.generate(TextPrompt(prompt="ROMEO:"), GREEDY)[0].prompt == "ROMEO:"
+
+
+def test_an_argument_of_vllm_is_taken_or_says_what_to_do(llm):
+    conversation = [{"role": "user", "content": "ROMEO:"}]
+    options = {"chat_template": "{{ messages[0].content }}", "mm_processor_kwargs": None}
+    output = llm.generate("ROMEO:", GREEDY, prompt_token_ids=None, tokenization_kwargs=None)[0]
+    answer = llm.chat(
+        conversation, GREEDY, chat_template_content_format="openai", priority=None, **options
+    )
+    assert answer[0].outputs == output.outputs
+    for call, given, name in (
+        (llm.generate, "ROMEO:", "prompt_token_ids"),
+        (llm.generate, "ROMEO:", "tokenization_kwargs"),
+        (llm.chat, conversation, "tokenization_kwargs"),
+        (llm.chat, conversation, "priority"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            call(given, GREEDY, **{name: [1]})
+        assert str(refused.value).endswith(ARGUMENTS[name].note)
+    with pytest.raises(TypeError, match="promts: expected an argument of generate"):
+        llm.generate("ROMEO:", promts=1)
 
 
 def test_a_key_of_a_prompt_that_is_not_here_says_what_to_do(llm):

@@ -28,7 +28,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
 from mrv1.errors import RequestError
-from mrv1.from_vllm import refuse_attribute
+from mrv1.from_vllm import ARGUMENTS, OtherArguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video
@@ -133,6 +133,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         fairness_id: str | Sequence[str] = "",
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        **others: Unpack[OtherArguments],
     ) -> list[RequestOutput]:
         """Return the finished outputs of ``prompts``, in their order.
 
@@ -150,12 +151,17 @@ class LLM:
                 caller; for all, or a list of the same length.
             lora_request: with ``enable_lora``, the adapter to use; for all, or a list of the same
                 length. It is loaded if it is not yet (``add_lora``); None = the model alone.
+            **others: arguments that vLLM has and mrv1 has not: an error says what to do instead.
 
         Raises:
             RequestError: the arguments contradict each other, or a single prompt was refused. In a
                 list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
+        if unknown := translated(others, ARGUMENTS, "an argument of generate", RequestError):
+            raise TypeError(
+                f"{min(unknown)}: expected an argument of generate, got an unknown one"
+            )
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise RequestError(
                 f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
@@ -330,9 +336,8 @@ class LLM:
         return self._template(options).prompt(messages)
 
     def _template(self, options: ChatOptions) -> ChatTemplate:
-        return ChatTemplate(
-            tokenizer=self._tokenizer, encode_visuals=self._encode_visuals, **options
-        )
+        own = translated(options, ARGUMENTS, "an argument of chat", RequestError)
+        return ChatTemplate(tokenizer=self._tokenizer, encode_visuals=self._encode_visuals, **own)
 
     def _encode_visuals(
         self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]

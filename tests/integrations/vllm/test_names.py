@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
-from mrv1.from_vllm import METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT
+from mrv1 import LLM, ConfigError
+from mrv1.engine.chat import ChatOptions
+from mrv1.from_vllm import ARGUMENTS, METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
 
 spec = find_spec("vllm")
 if spec is None:
@@ -41,6 +45,40 @@ def test_every_option_has_a_row():
     expected = names("engine/arg_utils.py", "EngineArgs", kind="fields")
     expected |= names("entrypoints/llm.py", "LLM", kind="parameters")
     assert expected - OPTIONS.keys() == set()
+
+
+def test_every_default_of_an_option_is_taken():
+    """Those that the source has as they are; a refused one names an option, see ``translated``."""
+    files = Path(FOLDER, "config").glob("*.py")
+    classes = {each.name: each for file in files for each in _classes(str(file))}
+    (engine,) = (each for each in _classes("engine/arg_utils.py") if each.name == "EngineArgs")
+    found = {}
+    for name, default in _defaults(engine).items():
+        if isinstance(default, ast.Attribute) and ast.unparse(default.value) in classes:
+            default = _defaults(classes[ast.unparse(default.value)]).get(default.attr)
+        if isinstance(default, ast.Call):
+            default = {each.arg: each.value for each in default.keywords}.get("default")
+        with suppress(TypeError, ValueError):
+            found[name] = ast.literal_eval(default)
+    assert found["tensor_parallel_size"] == 1
+    assert found["data_parallel_backend"] == "mp"
+    assert translated(found, OPTIONS, "an option", ConfigError)
+
+
+def _defaults(body: ast.ClassDef) -> dict[str, ast.expr | None]:
+    fields = (node for node in body.body if isinstance(node, ast.AnnAssign))
+    return {ast.unparse(node.target): node.value for node in fields}
+
+
+def test_every_argument_has_a_row_or_is_here():
+    (llm,) = (each for each in _classes("entrypoints/llm.py") if each.name == "LLM")
+    for node in llm.body:
+        if isinstance(node, ast.FunctionDef) and node.name in ("generate", "chat"):
+            given = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+            here = {*signature(getattr(LLM, node.name)).parameters}
+            if node.name == "chat":
+                here |= ChatOptions.__annotations__.keys()
+            assert given - here - ARGUMENTS.keys() == set()
 
 
 def test_every_method_has_a_row():
