@@ -134,9 +134,14 @@ class KernelSet:
         )
 
     def with_few_layers(self) -> KernelSet:
-        """Return the set with one layer of each kind; all, if static scales are given for each."""
+        """Return the set with one layer of each kind; all, if something is given for single ones.
+
+        That is static scales, or an EAGLE-3 head, which reads sums before layers by their numbers.
+        """
         model, heads = self.model_config, self.head_policy.heads
-        if self.config.kv_scale == "head" or model.vision is not None:
+        speculation = self.config.speculation
+        reads_sums = speculation is not None and speculation.method == "eagle3"
+        if self.config.kv_scale == "head" or model.vision is not None or reads_sums:
             return self
         kinds = {(model.kind(i), each): i for i, each in enumerate(heads)}
         layers = sorted(kinds.values())

@@ -30,6 +30,7 @@ from mrv1.runner.compile_ahead import (
 )
 from mrv1.runner.stand_in_device import stand_in_device
 from tests.forks import Forks
+from tests.models.draft_heads import write_eagle3, write_target
 from tests.models.families import tiny_config
 
 pytestmark = pytest.mark.skipif(INTERPRET, reason="not run: TRITON_INTERPRET=1 is set")
@@ -115,6 +116,21 @@ def test_layers_that_are_stored_in_different_ways_are_kinds_of_their_own(
         assert run.returncode == 0, run.stderr
         num_kernels, num_keys, _ = map(int, run.stdout.split())
         assert num_kernels == num_keys > 20
+
+
+def test_kernels_of_an_eagle3_head_are_compiled(forks: Forks, tmp_path: Path):
+    """Whichever layers of the model it reads."""
+    target = write_target(tmp_path, "llama", num_hidden_layers=4)
+    write_eagle3(tmp_path / "head", target, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
+    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_tokens": 2}
+    sizes = {"model": str(tmp_path), "max_num_seqs": 1, "max_num_batched_tokens": 16}
+    pickled = tmp_path / "set"
+    kernels = kernel_set(**sizes, speculative=head)
+    pickled.write_bytes(pickle.dumps([kernels.with_few_layers()]))
+    run = forks.run(RECORD, str(pickled), CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    num_kernels, num_keys, _ = map(int, run.stdout.split())
+    assert num_kernels == num_keys > 20
 
 
 def test_layers_with_a_window_of_their_own_are_compiled(forks: Forks, tmp_path: Path):
