@@ -208,6 +208,7 @@ class RunningBatch:
         slots.num_tokens[slot] = request.num_tokens
         slots.num_computed[slot] = slots.num_landed[slot] = num_cached
         slots.num_pending[slot] = 0
+        slots.prompt_len[slot] = len(request.prompt_token_ids)
         slots.max_computed[slot] = request.max_total_tokens - 1
         slots.num_cached_blocks[slot] = num_cached // pools.block_size
         slots.capacity[slot] = num_cached + num_fresh * pools.block_size

@@ -234,6 +234,9 @@ class Scheduler:
         if not self._may_verify():
             return None
         computed, most = slots.num_computed[rows.index], slots.max_computed[rows.index]
+        # The end of a prompt has no drafts of its own yet, and may see a range of keys.
+        if (computed < slots.prompt_len[rows.index]).any():
+            return None
         ends = np.minimum(slots.num_tokens[rows.index] + count, most)
         if not (ends > computed).any():
             return None

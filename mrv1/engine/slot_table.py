@@ -21,6 +21,7 @@ class SlotTable:
         self.epochs: npt.NDArray[np.int32] = np.zeros(num_slots, dtype=np.int32)  # times freed
         self.num_tokens = column()  # known and pending tokens; where a head drafts, at most
         self.num_computed = column()  # tokens with K and V once the launched steps are over
+        self.prompt_len = column()
         self.max_computed = column()  # one less than its most tokens: the last is never computed
         self.capacity = column()  # tokens for which the request has blocks
         self.num_pending = column()  # most tokens that steps in flight append, where a head drafts

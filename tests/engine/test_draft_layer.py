@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -269,6 +270,25 @@ def test_a_grammar_goes_without_drafts(models):
         outputs.append(tokens_of([request, other]))
     assert outputs[0] == outputs[1]
     assert {drafts for drafts, _ in launches} == {0, 2}
+
+
+def test_the_end_of_a_prompt_sees_its_range_of_keys(models):
+    """A chunk has left one token, which no step with drafts computes: those see all keys."""
+    model, speculative, *_ = models["eagle3"]
+    prompt = [*range(5, 30)]
+    ranges = np.array([[0, end] for end in range(1, 26)])
+    ranges[-1] = [23, 25]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = []
+    for drafts in (None, speculative):
+        core = make_core(model, speculative=drafts, max_num_batched_tokens=24)
+        launches = launched(core)
+        request = core.add_request("a", prompt, params, attn_mask_offsets=ranges)
+        while core.has_unfinished_requests:
+            core.step()
+        outputs.append(request.output_token_ids)
+    assert outputs[0] == outputs[1]
+    assert [drafts for drafts, _ in launches[:3]] == [0, 0, 3]
 
 
 def test_a_stop_string_ends_an_output_within_accepted_drafts(tmp_path):
