@@ -189,7 +189,7 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--speculative", "4"], "speculative: expected a JSON object, got '4'"),
         (
             ["--speculative", '{"method": "mtp"}'],
-            "speculative: method: expected 'ngram', got 'mtp'",
+            "method: expected a model with an MTP block (Ernie4_5_MoeForCausalLM, ",
         ),
         (["--prompt", ""], "prompt: expected at least one token, got none"),
         (["--prompt", "x " * 3000], "prompt: expected fewer than 2048 tokens"),

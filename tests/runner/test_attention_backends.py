@@ -327,7 +327,7 @@ def some_model(
     device: str = "cuda", dtype: torch.dtype = torch.bfloat16, soft_cap: float | None = None
 ) -> Any:
     """Return the fields of a model that the check reads; the GPU need not exist."""
-    config = SimpleNamespace(attention_soft_cap=soft_cap)
+    config = SimpleNamespace(attention_soft_cap=soft_cap, has_sinks=False)
     return SimpleNamespace(device=torch.device(device), dtype=dtype, config=config)
 
 

@@ -172,12 +172,12 @@ import pickle, sys
 from pathlib import Path
 import torch
 from mrv1.runner.compile_child import recording
-from mrv1.runner.profile import _empty_batch
+from mrv1.runner.profile import empty_batch
 kernels = pickle.loads(Path(sys.argv[1]).read_bytes())
 with recording(kernels) as (recorder, runner), torch.inference_mode():
     for num_tokens in range(1, kernels.config.max_num_batched_tokens + 1):
         before = len(recorder.kernels)
-        batch = _empty_batch(runner._step, [num_tokens])
+        batch = empty_batch(runner._step, [num_tokens])
         runner._step.model.forward(batch, runner._step.kv_cache.layers)
         new = {kernel.name for kernel in recorder.kernels[before:]}
         print(num_tokens, *sorted(new & {"_few_pairs_kernel", "_sorted_pairs_kernel"}))

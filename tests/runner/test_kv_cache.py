@@ -322,7 +322,7 @@ def test_without_fp8_the_report_and_start_line_have_no_scales(checkpoint: Path):
     report, line = runner.kv_report(), runner.describe()
     runner.close()
     assert (report["dtype"], report["kv_scale"], report["scale_bytes"]) == ("float32", None, 0)
-    assert "float32, KV float32, all heads full" in line
+    assert "float32, 1 thread, KV float32, all heads full" in line
 
 
 def test_scales_count_towards_the_memory_of_the_cache(
