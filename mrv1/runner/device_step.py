@@ -354,7 +354,7 @@ class DeviceStep:
             return None
         if shape.query_len is None:  # else a few rows
             hidden = self._hidden[: len(hidden)].copy_(hidden)
-        return batch.sampled if self.drafts is None else batch, hidden
+        return batch.sampled if self.drafts is None else self.drafts.kept(batch), hidden
 
     def run_tail(self, forwarded: Forwarded, tail: Tail) -> None:
         """Launch the sampling after ``run_padding``, for a graph to capture."""

@@ -11,6 +11,7 @@ from mrv1.config import EngineConfig
 from mrv1.kernels.step.contracts import RUNNING, RequestSlots, SlotTables
 from mrv1.models import AttentionBatch, LayerCache
 from mrv1.models.drafts import DraftModel
+from mrv1.runner.input_batch import InputBatch
 from mrv1.runner.staging import Staged
 
 
@@ -48,6 +49,11 @@ class DraftLayer:
             max_tokens if sums else 0, head.head.num_features, dtype=head.dtype, device=head.device
         )
         """Of the step's tokens: graphs share it."""
+        self._kept_table = torch.empty(
+            2 * config.max_num_seqs, tables.block_tables.shape[1], dtype=torch.int32,
+            device=head.device,
+        )  # fmt: skip
+        """The block table of a graph that does not sample: graphs share it."""
 
     def sums(self, num_tokens: int) -> Mapping[int, torch.Tensor] | None:
         """Return where the target writes its sums, as ``DecoderModel.forward`` takes them."""
@@ -56,6 +62,14 @@ class DraftLayer:
             return None
         parts = self._features[:num_tokens].chunk(len(layers), dim=1)
         return dict(zip(layers, parts, strict=True))
+
+    def kept(self, batch: InputBatch) -> InputBatch:
+        """Return a batch for the sampling after a graph, its block table where graphs share it.
+
+        With a table of its own, each graph would keep megabytes that no budget counts.
+        """
+        table = self._kept_table[: batch.attention.num_reqs].copy_(batch.attention.block_table)
+        return replace(batch, attention=replace(batch.attention, block_table=table))
 
     def verified(self, staged: Staged) -> Staged:
         """Return a step's upload with the drafts that the step verifies.

@@ -230,6 +230,18 @@ def test_padding_of_graphs_changes_no_token(models, method):
     assert {shape.has_drafts for shape in replayed} == {True, False}
 
 
+def test_graphs_keep_no_block_table_of_their_own(models):
+    """Those that are captured after the largest have no more memory in the budget."""
+    model, speculative, *_ = models["mtp"]
+    core = make_core(model, speculative=speculative)
+    step, graphs = core.runner.device_step, LaunchedGraphs(core.runner)
+    shapes = [each for each in graphs.shapes if each.query_len == 1 and not each.samples]
+    with torch.inference_mode():
+        kept = [step.run_padding(shape)[0].attention.block_table for shape in shapes]
+    assert {len(table) for table in kept} == {shape.num_rows for shape in shapes}
+    assert len({table.untyped_storage().data_ptr() for table in kept}) == 1 < len(kept)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
