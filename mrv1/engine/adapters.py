@@ -59,6 +59,8 @@ class Adapters:
         self._config, self._runner = config, runner
         self._by_id: dict[int, LoadedAdapter] = {}
         self._keys = itertools.count()
+        self._removed: set[bytes] = set()
+        """Keys of those that were removed."""
 
     @property
     def ids(self) -> set[int]:
@@ -122,9 +124,25 @@ class Adapters:
         self._by_id[adapter.request.lora_int_id] = adapter
         return True
 
+    def adopted(self, adapter: LoadedAdapter) -> LoadedAdapter:
+        """Return the adapter of a request for which ``prepared`` has found ``adapter`` before.
+
+        It is the one that other calls have added meanwhile, if they have: requests of one adapter
+        share its slot and prefixes. One that was removed meanwhile is not added again.
+
+        RequestError: as ``add``.
+        """
+        if adapter.key in self._removed:
+            return adapter
+        self.add(adapter)
+        return self.get(adapter.request.lora_int_id)
+
     def remove(self, lora_int_id: int) -> LoadedAdapter | None:
         """Forget an adapter, and return it; None = there is none of this number."""
-        return self._by_id.pop(lora_int_id, None)
+        removed = self._by_id.pop(lora_int_id, None)
+        if removed is not None:
+            self._removed.add(removed.key)
+        return removed
 
     def _known(self, asked: LoRARequest) -> LoadedAdapter | None:
         """Return the adapter that is asked for; RequestError: another has its name or number."""

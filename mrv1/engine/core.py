@@ -142,7 +142,9 @@ class EngineCore:
             vocab_size = self.runner.model_config.vocab_size
             check_logprob_memory(request, self.scheduler.unfinished, self.config, vocab_size)
         if request.adapter is not None:
-            self.adapters.add(request.adapter)
+            adapter = self.adapters.adopted(request.adapter)
+            for member in (request, *request.followers):
+                member.adapter, member.cache_key = adapter, adapter.key
         self._queue(request)
 
     def _check_device(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mrv1 import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
+from mrv1.engine.request import Request
 from mrv1.models import Checkpoint
 from tests.models.adapters import merge, write_tiny
 from tests.models.families import save_checkpoint, tiny_checkpoint, tiny_config
@@ -97,6 +98,31 @@ def test_adapters_come_and_go_while_requests_run(llm, requests, expected):
     assert tokens(llm, PROMPTS, requests["c"]) == expected["c"]
     with pytest.raises(RequestError, match="expected the number of a loaded adapter, got 1"):
         llm.pin_lora(1)
+
+
+def test_requests_made_before_their_adapter_is_added_share_it(base, requests):
+    """As those of an event loop: each has read the folder, or found what is then removed."""
+    params = SamplingParams(n=2, max_tokens=2)
+    with LLM(str(base), enable_lora=True, max_loras=1, **OPTIONS) as llm:
+        core = llm.engine
+
+        def make(name: str) -> Request:
+            return core.maker.make(name, PROMPTS[0], params, lora_request=requests["a"])
+
+        made = [make(name) for name in "xy"]
+        for request in made:
+            core.queue(request)
+        family = [each for request in made for each in (request, *request.followers)]
+        adapter = core.adapters.get(1)
+        assert {(each.adapter, each.cache_key) for each in family} == {(adapter, adapter.key)}
+        made.append(make("z"))
+        assert llm.remove_lora(1)
+        core.queue(made[-1])
+        assert made[-1].adapter is adapter
+        assert llm.list_loras() == set()
+        while core.has_unfinished_requests:
+            core.step()
+        assert [each.error for each in made] == [None] * 3
 
 
 def test_a_wrong_adapter_fails_alone(llm, requests, expected, tmp_path):
