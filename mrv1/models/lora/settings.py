@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -172,7 +173,8 @@ def _rank(value: object) -> int:
 
 
 def _alpha(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max:  # an integer may be larger
         raise ValueError("a finite number")
     return value
 
@@ -197,8 +199,14 @@ def _pattern(value: str) -> str:
     return value
 
 
+def _inner_pattern(value: str) -> str:
+    """Return a pattern that is put into another one, where flags such as ``(?i)`` are none."""
+    _pattern(f"({_pattern(value)})")
+    return value
+
+
 def _patterns(value: object) -> tuple[str, ...]:
-    return tuple(map(_pattern, _names(value)))
+    return tuple(map(_inner_pattern, _names(value)))
 
 
 def _modules(value: object) -> str | tuple[str, ...]:
@@ -232,7 +240,7 @@ def _alphas(value: object) -> dict[str, float]:
 def _by_pattern(value: object) -> list[tuple[str, object]]:
     if not isinstance(value, dict):
         raise ValueError("values by patterns of names")
-    return [(_pattern(pattern), each) for pattern, each in value.items()]
+    return [(_inner_pattern(pattern), each) for pattern, each in value.items()]
 
 
 def _bias(value: object) -> str:
