@@ -49,10 +49,9 @@ class DraftLayer:
             max_tokens if sums else 0, head.head.num_features, dtype=head.dtype, device=head.device
         )
         """Of the step's tokens: graphs share it."""
-        self._kept_table = torch.empty(
-            2 * config.max_num_seqs, tables.block_tables.shape[1], dtype=torch.int32,
-            device=head.device,
-        )  # fmt: skip
+        self._kept_table = tables.block_tables.new_empty(
+            2 * config.max_num_seqs, tables.block_tables.shape[1]
+        )
         """The block table of a graph that does not sample: graphs share it."""
 
     def sums(self, num_tokens: int) -> Mapping[int, torch.Tensor] | None:
