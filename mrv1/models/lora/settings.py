@@ -173,8 +173,9 @@ def _rank(value: object) -> int:
 
 
 def _alpha(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max:  # an integer may be larger
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a finite number")
+    if not abs(value) <= sys.float_info.max:  # NaN, or an integer that may be larger
         raise ValueError("a finite number")
     return value
 
