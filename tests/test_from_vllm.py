@@ -129,8 +129,8 @@ def test_a_missing_method_says_what_to_do(llm, name):
 
 
 def test_a_name_that_nobody_has_is_refused_as_usual(llm):
-    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'embedd'"):
-        _ = llm.embedd
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'melt'"):
+        _ = llm.melt
 
 
 def test_cached_tokens_are_those_of_the_first_admission(llm):
@@ -162,8 +162,8 @@ def test_an_argument_of_vllm_is_taken_or_says_what_to_do(llm):
         with pytest.raises(RequestError) as refused:
             call(given, GREEDY, **{name: [1]})
         assert str(refused.value).endswith(ARGUMENTS[name].note)
-    with pytest.raises(TypeError, match="promts: expected an argument of generate"):
-        llm.generate("ROMEO:", promts=1)
+    with pytest.raises(TypeError, match="melts: expected an argument of generate"):
+        llm.generate("ROMEO:", melts=1)
 
 
 def test_a_key_of_a_prompt_that_is_not_here_says_what_to_do(llm):

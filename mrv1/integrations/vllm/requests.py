@@ -63,11 +63,15 @@ class Requests:
 
     vLLM sends what has changed. A preempted request comes back among the cached ones
     (``resumed_req_ids``) or, for some model runners, as a new one with ``prefill_token_ids``.
-    ``seed`` is for requests without one.
+    ``seed`` is for requests without one. Without ``adapters`` no request has one.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, seed: int, adapters: WorkerAdapters
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        seed: int,
+        adapters: WorkerAdapters | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.adapters = adapters
@@ -109,7 +113,8 @@ class Requests:
         new_block_ids: dict[int, Tokens] = {}
         entering = [self._new(new, new_block_ids) for new in output.scheduled_new_reqs]
         resumed = self._cached(output.scheduled_cached_reqs, new_block_ids)
-        self.adapters.check(self._counts)
+        if self.adapters is not None:
+            self.adapters.check(self._counts)
         counts = output.num_scheduled_tokens
         if not counts:
             return None
@@ -200,6 +205,9 @@ class Requests:
         self._num_tokens[slot] = len(tokens)
         self._num_computed[slot] = num_computed_tokens
         new_block_ids[slot] = tuple(map(tuple, blocks))
+        adapter_slot = -1
+        if self.adapters is not None:
+            adapter_slot = self.adapters.enter(req_id, known.lora_request, self._counts)
         return SlotRequest(
             req_id=req_id,
             slot=slot,
@@ -213,7 +221,7 @@ class Requests:
             max_total_tokens=self.max_model_len,
             min_total_tokens=prompt_len + params.min_tokens,
             late_token_ids=known.late_token_ids,
-            adapter_slot=self.adapters.enter(req_id, known.lora_request, self._counts),
+            adapter_slot=adapter_slot,
         )
 
     def _leave(self, req_id: str, known: Known, slots: list[int]) -> None:
@@ -223,7 +231,8 @@ class Requests:
             self._epochs[known.slot] += 1
             self._free.append(known.slot)
             known.slot = None
-            self.adapters.leave(req_id)
+            if self.adapters is not None:
+                self.adapters.leave(req_id)
 
     # --- plans ---------------------------------------------------------------------------------
     def _steady(self, last: Step, new_block_ids: dict[int, Tokens]) -> Step:

@@ -240,7 +240,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         try:
             if transfer is not None:
                 transfer.begin(scheduler_output)
-            self._scheduled.adapters.write_to(runner)
+            self._adapters.write_to(runner)
             if scheduler_output.has_structured_output_requests:
                 runner.forward(step.plan)
                 self._awaits_masks = step
@@ -303,7 +303,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if self._transfer is not None:
             raise ConfigError("sleep: expected no KV connector, got one, which knows the cache")
         self._runner.sleep(level)
-        self._scheduled.adapters.forget_slots()
+        self._adapters.forget_slots()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate it again; see ``ModelRunner.wake_up``."""
@@ -333,21 +333,21 @@ class Worker(WorkerBase):  # type: ignore[misc]
     # --- adapters ------------------------------------------------------------------------------
     def add_lora(self, lora_request: Any) -> bool:  # noqa: ANN401 - vLLM's LoRARequest
         """Read an adapter; RequestError: ``enable_lora`` is off, or it is not one of the model."""
-        self._scheduled.adapters.add(lora_request)
+        self._adapters.add(lora_request)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
         """Forget an adapter; return False if there is none."""
-        return self._scheduled.adapters.remove(lora_id)
+        return self._adapters.remove(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         """Keep an adapter in its slot; RequestError: there is none, or all slots but one are."""
-        self._scheduled.adapters.pin(lora_id)
+        self._adapters.pin(lora_id)
         return True
 
     def list_loras(self) -> set[int]:
         """Return the numbers of the adapters."""
-        return self._scheduled.adapters.ids
+        return self._adapters.ids
 
     # --- the rest of vLLM's control calls ------------------------------------------------------
     def get_model(self) -> DecoderModel:
@@ -450,6 +450,12 @@ class Worker(WorkerBase):  # type: ignore[misc]
         if self._requests is None:
             raise RuntimeError("Worker: expected load_model before this call")
         return self._requests
+
+    @property
+    def _adapters(self) -> WorkerAdapters:
+        if self._scheduled.adapters is None:
+            raise RuntimeError("Worker: expected requests with adapters, got some without")
+        return self._scheduled.adapters
 
 
 def _refuse(name: str) -> NoReturn:
