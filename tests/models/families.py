@@ -328,6 +328,10 @@ def random_model(config: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     )
     if config.model_type in EXPERTS:
         model.set_experts_implementation("eager")  # the grouped one has no float64
+    if config.model_type == "gpt_oss":  # transformers before 5.24 has these two as constants
+        for layer in model.model.layers:
+            layer.mlp.experts.alpha = getattr(config, "swiglu_alpha", 1.702)
+            layer.mlp.experts.limit = getattr(config, "swiglu_limit", 7.0)
     return fill_randomly(model, seed)
 
 
