@@ -28,7 +28,13 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
 from mrv1.errors import RequestError
-from mrv1.from_vllm import ARGUMENTS, OtherArguments, refuse_attribute, translated
+from mrv1.from_vllm import (
+    ARGUMENTS,
+    OtherArguments,
+    check_arguments,
+    refuse_attribute,
+    translated,
+)
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video
@@ -158,10 +164,7 @@ class LLM:
                 list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
-        if unknown := translated(others, ARGUMENTS, "an argument of generate", RequestError):
-            raise TypeError(
-                f"{min(unknown)}: expected an argument of generate, got an unknown one"
-            )
+        check_arguments(others, RequestError)
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise RequestError(
                 f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
@@ -304,12 +307,10 @@ class LLM:
                 errors[row] = error
         outputs = iter(
             self.generate(
-                list(prompts.values()),
-                [params[row] for row in prompts],
-                use_tqdm=use_tqdm,
+                list(prompts.values()), [params[row] for row in prompts], use_tqdm=use_tqdm,
                 lora_request=[adapters[row] for row in prompts],
             )
-        )
+        )  # fmt: skip
         return [
             refused(self.shared.new_id(), None, errors[row]) if row in errors else next(outputs)
             for row in range(len(batch))

@@ -40,7 +40,11 @@ def cases(target: Target) -> list[AotCase]:
     linear = {case.name: case for case in cases_linear.cases(target)}
     return [
         *(_shrink(target, dtype, num_in) for dtype in DTYPES for num_in in (100, 4096)),
-        *(_add(target, dtype, out) for dtype in DTYPES for out in {dtype, torch.float32}),
+        *(
+            _add(target, dtype, out)
+            for dtype in DTYPES
+            for out in dict.fromkeys((dtype, torch.float32))
+        ),
         *(
             _adapted(target, linear[name], parts)
             for name, parts in LINEAR.items()
