@@ -111,7 +111,7 @@ class Adapters:
         except ConfigError as error:
             raise RequestError(f"lora_request: {error}") from error
         if model.device.type == "cuda":
-            stored = stored.pinned()
+            stored = stored.pinned(model.dtype)
         return LoadedAdapter(lora_request, stored, b"adapter %d" % next(self._keys))
 
     def add(self, adapter: LoadedAdapter) -> bool:

@@ -7,8 +7,15 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops
-from mrv1.models import DecoderModel, ParallelContext, load_model
-from mrv1.models.lora import Adapter, AdapterPair, AdapterPlace
+from mrv1.models import DecoderModel, ModelConfig, ParallelContext, load_model
+from mrv1.models.lora import (
+    Adapter,
+    AdapterPair,
+    AdapterPlace,
+    LoraWeights,
+    StoredAdapter,
+    StoredPart,
+)
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import save_checkpoint, tiny_config
 from tests.models.lora import merge, of_rank, random_adapter
@@ -147,6 +154,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama, place, shape_a,
     assert all(map(torch.equal, logits(model, 24, [1] * 4), before))
     with pytest.raises(ValueError, match="slot: expected 0 to 2, got 3"):
         model.lora.load(3, adapter)
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_the_host_goes_on_while_a_pinned_adapter_is_loaded(llama):
+    part = StoredPart(a=torch.randn(2, 64), b=torch.randn(128, 2), scaling=2.0)
+    stored = StoredAdapter(name="a", parts={"model.layers.1.self_attn.q_proj": part})
+    config, dtype = ModelConfig.from_pretrained(llama), torch.bfloat16
+    weights = LoraWeights.empty(config, max_loras=2, max_rank=4, device="cuda", dtype=dtype)
+    adapter = stored.pinned(dtype).placed(config.vocab_size)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weights.load(1, adapter)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    matrices = weights.places[1, "qkv"]
+    assert torch.equal(matrices.a[1, :2].cpu(), part.a.to(dtype))
+    assert torch.equal(matrices.b[1, :2, :128].cpu(), part.b.T.to(dtype))
+    assert matrices.ranks[1].tolist() == [2, 0, 0]
 
 
 def test_deterministic_ranks_are_refused(llama):

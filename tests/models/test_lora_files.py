@@ -144,6 +144,23 @@ def test_a_fused_module_is_its_parts(tmp_path):
         start += size
 
 
+def test_pinned_values_lie_as_a_device_has_them(tmp_path, base, monkeypatch):
+    """Else copies go through memory that is not pinned, and the host waits for the device."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there is no GPU
+    write_tiny(tmp_path, "q_proj", "down_proj")
+    plain = read(tmp_path, base)
+    for dtype in (torch.float32, torch.bfloat16):
+        pinned = plain.pinned(dtype)
+        assert pinned.parts.keys() == plain.parts.keys()
+        for name, part in plain.parts.items():
+            own = pinned.parts[name]
+            assert own.a.is_contiguous()
+            assert own.b.T.is_contiguous()
+            assert torch.equal(own.a, part.a.to(dtype))
+            assert torch.equal(own.b, part.b.to(dtype))
+            assert own.scaling == part.scaling
+
+
 def test_ranks_have_the_parts_of_their_weights(tmp_path, base):
     """Each rank's product is its part of the whole: of outputs, or of a sum over inputs."""
     sizes = {"model.embed_tokens": (4, 160, 64), "lm_head": (4, 64, 160)}

@@ -64,17 +64,21 @@ class StoredAdapter:
         """Bytes of its matrices."""
         return sum(part.a.nbytes + part.b.nbytes for part in self.parts.values())
 
-    def pinned(self) -> StoredAdapter:
-        """Return a copy in pinned memory, from which a GPU copies while the host goes on."""
+    def pinned(self, dtype: torch.dtype) -> StoredAdapter:
+        """Return a copy in pinned memory, from which a GPU copies while the host goes on.
+
+        It is as ``LoraWeights`` has it, in the model's dtype and with B's columns contiguous:
+        anything else goes through memory that is not pinned, and the host waits.
+        """
         pinned: dict[int, torch.Tensor] = {}  # several parts may share their ``a``
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in pinned:
-                pinned[id(tensor)] = tensor.pin_memory()
-            return pinned[id(tensor)]
+        def copy(part: StoredPart) -> StoredPart:
+            if id(part.a) not in pinned:
+                pinned[id(part.a)] = part.a.to(dtype).pin_memory()
+            b = part.b.T.to(dtype).contiguous().pin_memory().T
+            return replace(part, a=pinned[id(part.a)], b=b)
 
-        parts = {n: replace(p, a=copy(p.a), b=copy(p.b)) for n, p in self.parts.items()}
-        return replace(self, parts=parts)
+        return replace(self, parts={name: copy(part) for name, part in self.parts.items()})
 
     def of_rank(self, config: ModelConfig, parallel: ParallelContext) -> StoredAdapter:
         """Return the parts of a tensor-parallel rank, as views.

@@ -78,8 +78,9 @@ class LoraWeights:
             row = place.part * self.max_rank
             start = matrices.part_starts[place.part]
             columns = slice(start, start + matrices.part_rows[place.part])
-            matrices.a[index, row : row + pair.rank].copy_(pair.a)
-            matrices.b[index, : pair.rank, columns].copy_(pair.b.T)
+            a, b = pair.a, pair.b.T
+            matrices.a[index, row : row + pair.rank].copy_(a, non_blocking=a.is_pinned())
+            matrices.b[index, : pair.rank, columns].copy_(b, non_blocking=b.is_pinned())
             matrices.scaling[index, place.part] = pair.scaling
             matrices.ranks[index, place.part] = pair.rank
 
