@@ -45,9 +45,10 @@ TRITON_39 := $(VENV)/triton-3.9.0
 VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
 RAY := $(VENV)/ray
-# The oldest that vLLM 0.33 takes, and the newest; what is not as constraints.txt has it, beside it.
+# The oldest that vLLM 0.33 takes, and the newest, which is the lock's: test-host has run that one.
+# What is not as constraints.txt has it, beside it.
 TRANSFORMERS := 5.16.1 5.24.0
-TRANSFORMERS_LANES := $(TRANSFORMERS:%=full-transformers-%)
+TRANSFORMERS_LANES := full-transformers-$(firstword $(TRANSFORMERS))
 BESIDE_5.16.1 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 TRANSFORMERS_FILES := $(shell grep -rlE '^ *(import|from) transformers|\<CACHE\>|import fp8_logits' \
 	tests --include='test_*.py' --exclude-dir=vllm)
