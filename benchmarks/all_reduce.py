@@ -19,7 +19,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from benchmarks.measure.options import parse_script, script_parser
 from benchmarks.measure.timing import Launch, WrongResultError, capture, measure
 from mrv1 import kernels
 from mrv1.kernels import AllReduceBuffers
@@ -195,18 +195,12 @@ def run_rank(options: argparse.Namespace) -> None:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", type=Path)
+    parser = script_parser(__doc__, repeats=21)
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--sizes", default=SIZES, help="TOKENSxHIDDEN, comma-separated")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--commit", help="commit of the source; default: ask git")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if not options.output.parent.is_dir():
-        parser.error(f"output: expected an existing directory, got {options.output.parent}")
-    return options
+    return parse_script(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

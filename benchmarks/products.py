@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.measure.options import parse_script, script_parser
 from benchmarks.measure.shapes import shape_config
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from mrv1.device import resolve_device
@@ -143,15 +143,9 @@ def measure_product(num_in: int, num_out: int, num_tokens: int, repeats: int) ->
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", type=Path)
+    parser = script_parser(__doc__, repeats=7)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--commit", help="commit of the source; default: ask git")
-    options = parser.parse_args(arguments)
-    if not options.output.parent.is_dir():
-        parser.error(f"output: expected an existing directory, got {options.output.parent}")
-    return options
+    return parse_script(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.measure.floor import copy_bandwidth
+from benchmarks.measure.options import parse_script, script_parser
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from benchmarks.products import products
 from mrv1 import kernels
@@ -239,15 +239,9 @@ def _measure(
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", type=Path)
+    parser = script_parser(__doc__, repeats=7)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--commit", help="commit of the source; default: ask git")
-    options = parser.parse_args(arguments)
-    if not options.output.parent.is_dir():
-        parser.error(f"output: expected an existing directory, got {options.output.parent}")
-    return options
+    return parse_script(parser, arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:

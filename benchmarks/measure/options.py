@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,6 +21,25 @@ SCALE_BYTES = torch.float32.itemsize
 
 KVDtype = Literal["auto", "fp8_e4m3"]
 """A cache of the inputs' dtype, or of e4m3 codes with scales."""
+
+
+def script_parser(doc: str | None, *, repeats: int) -> argparse.ArgumentParser:
+    """Return a parser of what every script takes that writes one result; ``doc`` is its own."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--commit", help="commit of the source; default: ask git")
+    return parser
+
+
+def parse_script(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Return the options of a ``script_parser``; its output's folder must exist."""
+    options = parser.parse_args(arguments)
+    if not options.output.parent.is_dir():
+        parser.error(f"output: expected an existing directory, got {options.output.parent}")
+    return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
