@@ -78,7 +78,7 @@ def by_tiles(config: TileConfig, buffers: Buffers) -> None:
     """Multiply by mrv1's tiles."""
     call = LinearCall(
         x=buffers.x, weight=buffers.weight, out=buffers.out, bias=None, norm_weight=None, eps=1e-6,
-        residual=None, is_gated=False, out_norm_weight=None, normed_out=None, prefetch=None,
+        residual=None, gate=0, out_norm_weight=None, normed_out=None, prefetch=None,
         order=None,
     )  # fmt: skip
     multiply_tiles(call, config)
