@@ -158,6 +158,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama, place, shape_a,
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_host_goes_on_while_a_pinned_adapter_is_loaded(llama):
     part = StoredPart(a=torch.randn(2, 64), b=torch.randn(128, 2), scaling=2.0)
     stored = StoredAdapter(name="a", parts={"model.layers.1.self_attn.q_proj": part})
