@@ -11,7 +11,9 @@ from tests.forks import Forks
 def test_strategies_are_imported_on_first_use():
     assert "paged_caches" in testing.strategies.__all__
     shared = {"build_paged_cache", "kv_layouts", "paged_caches", "ragged_batches"}
-    assert set(testing.__all__) == {"aot", "interpreter", "strategies"} | shared
+    modules = {"aot", "comparison", "interpreter", "strategies"}
+    assert set(testing.__all__) == modules | shared | {"compare"}
+    assert testing.compare is testing.comparison.compare
     assert all(getattr(testing, name) is getattr(testing.strategies, name) for name in shared)
 
 
