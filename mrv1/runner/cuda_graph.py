@@ -44,7 +44,8 @@ class StepGraphs:
     which come first, and then for one of ``prompt_sizes`` prompt tokens. It ends before the
     logits, as its launch takes little of its time: any sampling may follow. ``max_query_len`` is
     the most tokens of a row. With ``has_adapters`` each has a twin with adapters, for steps in
-    which some request has one.
+    which some request has one. Without ``draws`` no graph draws: custom processors are no part of
+    a graph.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class StepGraphs:
         max_drafts: int = 0,
         *,
         has_adapters: bool = False,
+        draws: bool = True,
     ) -> None:
-        self._max_drafts = max_drafts
+        self._max_drafts = max_drafts if draws else 0
+        self._draws = draws
         self._has_adapters = has_adapters
         self._max_num_reqs = max_num_reqs
         self._max_query_len = max_query_len
@@ -80,7 +83,7 @@ class StepGraphs:
         ]
         decodes = [
             StepShape.decode(size, samples=samples)
-            for samples in (True, False)
+            for samples in (True, False)[not self._draws :]
             for size in reversed(self._decode_sizes)
         ]
         return self._twins([*prompts, *self._of_drafts, *decodes])
@@ -90,7 +93,7 @@ class StepGraphs:
         """The largest shape of each kind: the memory of their graphs is enough for all graphs."""
         plain = [
             self._with_prompts(self._decodes_beside[-1], self.prompt_sizes[-1]),
-            StepShape.decode(self._decode_sizes[-1]),
+            *([StepShape.decode(self._decode_sizes[-1])] if self._draws else []),
             StepShape.decode(self._decode_sizes[-1], samples=False),
             *self._of_drafts[:1],
         ]

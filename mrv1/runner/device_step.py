@@ -273,7 +273,7 @@ class DeviceStep:
             self.drafts = DraftLayer(draft_model, config, self.state.slots, tables)
         self.graphs = StepGraphs(
             num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens,
-            has_adapters=config.enable_lora,
+            has_adapters=config.enable_lora, draws=not processors,
         )  # fmt: skip
         # Of the tokens of a graph with prompts, for its sampling. Graphs share it: each would keep
         # tensors of its own out of the memory that they share.

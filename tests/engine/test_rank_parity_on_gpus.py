@@ -136,3 +136,11 @@ def test_custom_processors():
     one, several = (make_llm(size, logits_processors=[Shift()]) for size in (1, 2))
     with one, several:
         check_equal((one, several), prompts, params)
+
+
+def test_a_processor_that_raises_at_the_start_ends_the_start():
+    """It is called for the largest step; no request is there to fail."""
+    shift = Shift()
+    shift.fails_at = 1
+    with pytest.raises(RuntimeError, match=r"Shift\.apply: KeyError\('out of luck'\)"):
+        make_llm(2, logits_processors=[shift])

@@ -53,6 +53,15 @@ def test_each_graph_has_a_twin_with_adapters_if_requests_may_have_some():
         assert graphs.fit(twin) == twin
 
 
+def test_no_graph_draws_where_custom_processors_do():
+    plain = StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, 3)
+    graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, 3, draws=False))
+    assert graphs.shapes == [shape for shape in plain.shapes if not shape.samples]
+    assert set(graphs.largest) <= set(graphs.shapes)
+    assert graphs.fit(StepShape.decode(3, samples=False)) == StepShape.decode(4, samples=False)
+    assert graphs.fit(StepShape.drafts(3, 4, samples=False)) is None
+
+
 def captured(graphs: StepGraphs) -> StepGraphs:
     graphs._graphs = dict.fromkeys(graphs.shapes)
     return graphs

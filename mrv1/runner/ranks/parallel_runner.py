@@ -84,6 +84,8 @@ class ParallelRunner(ModelRunner):
             with self._ranks.waiting("the start", START_SECONDS):
                 self.allocate_kv_cache(progress=progress)
             self._ranks.await_ready()
+            if (failed := self.device_step.take_late_error()) is not None:  # of a processor
+                raise failed
             self._ranks.start_watch()
         except PeerError as error:
             self._end(error)
