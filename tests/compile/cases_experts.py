@@ -22,6 +22,8 @@ from mrv1.kernels.layers.silu import CLAMPED_SWIGLU
 from mrv1.testing.aot import AotCase, Target, pointer
 
 INT32, FLOAT32 = pointer(torch.int32), pointer(torch.float32)
+PARKED_BYTES = 16
+"""Bytes of four registers for which the compiler prefers one more program on a multiprocessor."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "ernie-21b": (2560, 1536, 66, 8)}
 """Hidden size, width of an expert, experts and experts of a token."""
@@ -177,6 +179,7 @@ def _products(
                 "SHARED": 2 if leaves and experts == 66 else 0,
             },
             num_warps=config.num_warps,
+            parked_bytes=PARKED_BYTES if dtype == torch.float32 else 0,
         )
     return AotCase(
         name=f"few-pairs-{label}",

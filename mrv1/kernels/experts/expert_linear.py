@@ -249,8 +249,9 @@ def _multiply(
                 TILE_ROWS, TILE_IN, MASKED, CODE, HARDWARE, IN, GROUP, ROWS_PER_SCALE,
             )  # fmt: skip
         x = tl.load(x_rows + first, mask=pair_mask, other=0.0)
-        if x.dtype == tl.float32:
-            y += tl.dot(weight, tl.trans(x), input_precision="ieee")
+        if x.dtype == tl.float32:  # a chain of additions for each step, not one for all inputs
+            product = tl.dot(weight, tl.trans(x), input_precision="ieee")
+            y = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), y)
         else:
             y = tl.dot(weight, tl.trans(x), y)
     y = tl.trans(y)
@@ -516,9 +517,9 @@ def expert_linear(
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics: products are summed in float32; bias and activation are computed in float32 too, and
-        the result is rounded once. Codes are widened to the values that ``QuantizedWeight.dense``
-        rounds. Tier B.
+    Numerics: products are summed in float32, those of float32 inputs 32 at a time; bias and
+        activation are computed in float32 too, and the result is rounded once. Codes are widened
+        to the values that ``QuantizedWeight.dense`` rounds. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe; the host knows no counts. Two
         launches with more than 256 pairs, or if deterministic, else one.
     """
