@@ -124,27 +124,6 @@ def _paged_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:
                     q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, case.layout,
                     softmax_scale=0.1, query_len=query_len, scales=case.scales, **cut,
                 )  # fmt: skip
-    yield from _decode_of_shared_prefixes(ops, device)
-
-
-def _decode_of_shared_prefixes(ops: ModuleType, device: torch.device) -> Outputs:
-    """Yield the attention of three requests with the same first 192 tokens, of bf16 and fp8."""
-    layout = LayoutCase.hnd(num_kv_heads=4, head_dim=128, max_seq_len=300)
-    batch = RaggedBatch(query_lens=(1, 1, 1), seq_lens=(300, 250, 193))
-    for granularity in (None, "token"):
-        case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
-        case.block_table[1:, :12] = case.block_table[0, :12]
-        case = case.to(device)
-        q = _normal(3, 16, 128, device=device)
-        plan = DecodePlan.allocate(
-            max_reqs=3, max_keys=304, layout=case.layout, num_q_heads=16, dtype=q.dtype,
-            page_format=format_of(q.dtype, case.scales), shares_prefixes=True,
-        )  # fmt: skip
-        ops.plan_decode_attention(case.seq_lens, case.layout, plan, block_table=case.block_table)
-        yield ops.paged_decode_attention(
-            q, case.k_cache, case.v_cache, case.block_table, case.seq_lens, case.layout,
-            softmax_scale=0.1, plan=plan, scales=case.scales,
-        )  # fmt: skip
 
 
 def _plan_decode_attention(ops: ModuleType, device: torch.device) -> Outputs:

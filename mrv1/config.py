@@ -350,11 +350,6 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the blocks of prompts and outputs for later requests that begin with the same tokens.
     Off with the ``quarter`` scales of ``kv_scale``, whose bytes depend on the order of writes."""
-    share_prefix_reads: bool = False
-    """Let decodes whose first blocks are the same read these once for several requests. Faster
-    where 50 requests or more (with 8 KV heads a GPU) share hundreds of tokens; without shared
-    tokens up to a microsecond a layer slower with short contexts. Rounding then depends on which
-    requests share a step: no effect with ``deterministic``. Not with FlashInfer."""
     overlap: bool = True
     """Launch a step before the result of the previous step is known; never with FlashInfer. This
     may change which requests share a step, and so the rounding of products, but nothing else."""
@@ -485,10 +480,7 @@ class EngineConfig:
                 "speculative: num_tokens: expected fewer than max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}), got {self.speculation.num_tokens}"
             )
-        for name in (
-            "deterministic", "per_head_ids", "visit_masked_pages", "speculative",
-            "share_prefix_reads",
-        ):  # fmt: skip
+        for name in ("deterministic", "per_head_ids", "visit_masked_pages", "speculative"):
             if getattr(self, name) and self.attention_backend == "flashinfer":
                 raise ConfigError(
                     f"{name}: expected attention_backend='triton' with it, got 'flashinfer'"

@@ -417,10 +417,6 @@ def test_quarter_scales_are_refused_with_determinism_and_switch_prefix_caching_o
             },
             "visit_masked_pages: expected attention_backend='triton' with it, got 'flashinfer'",
         ),
-        (
-            {"share_prefix_reads": True, "attention_backend": "flashinfer"},
-            "share_prefix_reads: expected attention_backend='triton' with it, got 'flashinfer'",
-        ),
     ],
 )  # fmt: skip
 def test_options_that_no_table_can_have_are_refused(options, message):

@@ -51,8 +51,6 @@ DETERMINISTIC = f"{OURS}-deterministic"
 """Our kernel with results that do not depend on the batch, on the same cache."""
 PLAIN = f"{OURS}-plain"
 """Our kernel without soft cap and logit sinks; measured where the case has one of the two."""
-UNSHARED = f"{OURS}-unshared"
-"""Our kernel with requests that each read all their keys; measured where they share blocks."""
 ONE = f"{OURS}-one"
 """Our prefill with one program per tile of queries; measured where several share a tile."""
 
@@ -93,7 +91,6 @@ def run_attention(bench: AttentionBench, say: Say = lambda _: None) -> dict[str,
             "head_roles": "uniform" if bench.full_heads == 1.0 else roles,
             "soft_cap": bench.soft_cap,
             "logit_sinks": bench.sinks,
-            "shared_tokens": bench.shared,
             "data": "normal, pages in random order",
             "plan": "made before, once for all layers, as the peers' are; timed apart (plan_us)",
         },
@@ -128,10 +125,8 @@ def _measure_case(
 
 def _plan_us(comparison: Comparison, data: AttentionData) -> float:
     """Return the median time of making the plan that all layers of a decode share."""
-    launch = partial(
-        comparison.ops.plan_decode_attention, data.seq_lens, data.layout, data.new_plan(),
-        block_table=data.block_table,
-    )  # fmt: skip
+    plan = data.new_plan(deterministic=False)
+    launch = partial(comparison.ops.plan_decode_attention, data.seq_lens, data.layout, plan)
     replays = {"plan": capture([launch], MAX_LAUNCHES, comparison.device)}
     return measure(replays, comparison.repeats, comparison.device)["plan"].median_us
 
@@ -154,8 +149,6 @@ def _ours(
             DETERMINISTIC,
             lambda: _contender(data, our_launches(ops, data, deterministic=True)),
         )
-    if case.shared:
-        yield UNSHARED, lambda: _contender(data, our_launches(ops, data, shares=False))
     if case.is_fp8:
         yield QUARTER, partial(on, replace(case, kv_scale="quarter"))
     for name, other in (
@@ -183,8 +176,6 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
         raise NotComparedError("is measured without soft cap and logit sinks")
     if case.cell.shortest:
         raise NotComparedError("is measured with requests of one length")
-    if "prefixes" in peer.extras and not case.shared:
-        raise NotComparedError("is measured with a shared prefix")
     if case.kv_dtype not in peer.kv_dtypes:
         raise NotComparedError(f"has no {case.kv_dtype} cache")
     launch = peer.adapter(data)
@@ -246,7 +237,6 @@ def our_launches(
     *,
     splits: PrefillSplits | None = None,
     deterministic: bool = False,
-    shares: bool = True,
 ) -> list[Launch]:
     """Return our kernel's launch on every layer; all layers of a decode share one plan."""
     case = data.case
@@ -259,8 +249,8 @@ def our_launches(
             )
             for layer in data.layers
         ]  # fmt: skip
-    plan = data.new_plan(deterministic=deterministic, shares=shares)
-    ops.plan_decode_attention(data.seq_lens, data.layout, plan, block_table=data.block_table)
+    plan = data.new_plan(deterministic)
+    ops.plan_decode_attention(data.seq_lens, data.layout, plan)
     return [
         partial(
             ops.paged_decode_attention, layer.q, layer.k, layer.v, data.block_table,

@@ -95,8 +95,6 @@ class AttentionCase(CacheCase):
     soft_cap: float = 0.0
     has_sinks: bool = False
     """Whether each query head has a logit sink."""
-    shared: int = 0
-    """First tokens that all requests have in the same blocks."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,14 +135,12 @@ class AttentionCase(CacheCase):
 
     @property
     def _read_vectors(self) -> int:
-        """Vectors of the visible K and V, those of shared blocks once."""
-        again = (self.cell.num_requests - 1) * self.shared * self.num_kv_heads
-        read = sum(
+        """Vectors of the visible K and V."""
+        return 2 * sum(
             self.read_tokens(head, context)
             for head in range(self.num_kv_heads)
             for context in self.cell.lengths
         )
-        return 2 * (read - again)
 
     @property
     def kv_bytes(self) -> int:

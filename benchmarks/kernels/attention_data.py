@@ -82,8 +82,8 @@ class AttentionData:
         scale, soft_cap = self.softmax_scale, self.case.soft_cap
         return {"softmax_scale": scale, "logits_soft_cap": soft_cap, "sinks": self.sinks}
 
-    def new_plan(self, *, deterministic: bool = False, shares: bool = True) -> DecodePlan:
-        """Return the buffers of a plan for one query per request, with shared prefixes or not."""
+    def new_plan(self, deterministic: bool) -> DecodePlan:
+        """Return the buffers of a plan for one query per request."""
         case = self.case
         return DecodePlan.allocate(
             max_reqs=case.cell.num_requests,
@@ -93,7 +93,6 @@ class AttentionData:
             dtype=case.dtype,
             page_format=case.page_format,
             deterministic=deterministic,
-            shares_prefixes=shares and case.shared > 0,
         )
 
     def new_splits(self) -> PrefillSplits | None:
@@ -167,9 +166,6 @@ def make_data(
             _fill_codes(case, v, scales.v_scale, generator)
         out = torch.full_like(q, torch.nan)
         layers.append(Layer(q=q, k=k, v=v, out=out, scales=scales))
-    block_table = torch.cat([*map(ids, cache.num_blocks)], dim=1).to(torch.int32)
-    num_shared = case.shared // case.block_size
-    block_table[:, :num_shared] = block_table[:1, :num_shared].clone()
     sinks = None
     if case.has_sinks:
         sinks = torch.randn(case.num_q_heads, generator=generator, device=device)
@@ -177,7 +173,7 @@ def make_data(
         case=case,
         cache=cache,
         layout=cache.layers[0].layout,
-        block_table=block_table,
+        block_table=torch.cat([*map(ids, cache.num_blocks)], dim=1).to(torch.int32),
         seq_lens=seq_lens,
         query_start_loc=query_lens.cumsum(0, dtype=torch.int32),
         layers=layers,

@@ -49,13 +49,9 @@ class AttentionBench(CacheBench):
     """Soft cap of the logits; 0 = none."""
     sinks: bool = False
     """Give each query head a logit sink."""
-    shared: int = 0
-    """First tokens of every request that lie in the same blocks, whole blocks; 0 = none do."""
     deterministic: bool = False
     """Also measure decode attention that computes each row independently of its batch."""
-    peers: tuple[str, ...] = tuple(
-        name for name, peer in PEERS.items() if "prefixes" not in peer.extras
-    )
+    peers: tuple[str, ...] = tuple(PEERS)
 
     def __post_init__(self) -> None:
         """Check the fields that kernels do not check, or not under the option's name."""
@@ -79,17 +75,6 @@ class AttentionBench(CacheBench):
             raise ConfigError(
                 f"cells: expected query_len and full heads beside decodes, got {mixed}"
             )
-        if self.shared:
-            shortest = min(cell.shortest or cell.context for cell in self.chosen_cells)
-            if self.mode != "decode" or self.full_heads != 1.0:
-                raise ConfigError(
-                    f"shared: expected mode decode and full heads with it, got {self.shared}"
-                )
-            if not 0 < self.shared < shortest or self.shared % self.block_size:
-                raise ConfigError(
-                    f"shared: expected whole blocks of {self.block_size} and fewer tokens than "
-                    f"{shortest}, the shortest context, got {self.shared}"
-                )
         if self.deterministic and self.mode != "decode":
             raise ConfigError(f"deterministic: expected mode decode, got {self.mode}")
         if self.mode == "prefill" and self.query_len is None:
@@ -130,7 +115,6 @@ class AttentionBench(CacheBench):
                 sink=self.sink,
                 soft_cap=self.soft_cap,
                 has_sinks=self.sinks,
-                shared=self.shared,
                 **self.shape | {"num_q_heads": num_q_heads},
             )
             for cell in self.chosen_cells

@@ -193,35 +193,6 @@ def fmha_v2(data: AttentionData) -> LayerLaunch:
     return launch
 
 
-def flashinfer_cascade(data: AttentionData) -> LayerLaunch:
-    """Run FlashInfer's cascade of two levels on our own pages: the shared prefix, and the rest.
-
-    It allocates its result; the copy of the result to ``out`` is timed too.
-    """
-    from flashinfer import MultiLevelCascadeAttentionWrapper
-
-    case, device = data.case, data.seq_lens.device
-    batch, num_columns = data.block_table.shape
-    num_shared = case.shared // case.block_size
-    workspace = torch.zeros(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = MultiLevelCascadeAttentionWrapper(2, workspace, "HND")
-    rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    last_page_len = torch.full_like(rows[:1], case.block_size)
-    wrapper.plan(
-        [rows[[0, -1]], rows],
-        [rows[:2] * num_shared, rows * (num_columns - num_shared)],
-        [data.block_table[0, :num_shared], data.block_table[:, num_shared:].flatten()],
-        [last_page_len, (data.seq_lens - 1) % case.block_size + 1],
-        case.num_q_heads, case.num_kv_heads, case.head_dim, case.block_size,
-        sm_scale=data.softmax_scale, q_data_type=case.dtype, kv_data_type=case.cache_dtype,
-    )  # fmt: skip
-
-    def attend(layer: Layer, pages: tuple[torch.Tensor, torch.Tensor]) -> None:
-        layer.out.copy_(wrapper.run(layer.q, pages))
-
-    return lambda layer: partial(attend, layer, (_pages(data, layer.k), _pages(data, layer.v)))
-
-
 def vllm_triton(data: AttentionData) -> LayerLaunch:
     """Run vLLM's Triton kernel on its own cache: [blocks, tokens, heads, K then V].
 
@@ -355,9 +326,6 @@ PEERS: Mapping[str, Peer[Adapter]] = {
         extras=("windows", "decodes"),
         kv_dtypes=BOTH,
         static_scale_error=0.25,  # as flash-attn-3
-    ),
-    "flashinfer-cascade": Peer(
-        module="flashinfer", adapter=flashinfer_cascade, extras=("prefixes",)
     ),
     "vllm-triton": Peer(module="vllm", adapter=vllm_triton, kv_dtypes=BOTH),
     "vllm-triton-side": Peer(module="vllm", adapter=vllm_triton_side, kv_dtypes=("fp8_e4m3",)),

@@ -76,8 +76,7 @@ class KernelBackend:
 
     The kernels read lengths and tables on the device. Rows of one token are decoded and other rows
     prefilled, on a GPU side by side in a step that has both, so that neither launch waits for the
-    last programs of the other. With ``shares_prefixes``, decode rows read pages that they share
-    once for several of them. Without ``plan``, every layer of a decode step makes its own plan,
+    last programs of the other. Without ``plan``, every layer of a decode step makes its own plan,
     and all rows of a step that has both are prefilled. With ``deterministic``, a token's result
     depends on its prefix alone.
     """
@@ -92,7 +91,6 @@ class KernelBackend:
         soft_cap: float | None = None,
         has_sinks: bool = False,
         deterministic: bool = False,
-        shares_prefixes: bool = False,
     ) -> None:
         self._ops = ops
         self._num_q_heads = num_q_heads
@@ -102,7 +100,6 @@ class KernelBackend:
         """Of scores; 0 = none."""
         self._has_sinks = has_sinks
         self._deterministic = deterministic
-        self._shares_prefixes = shares_prefixes
         self._planned: _Planned | None = None
         self._beside: torch.cuda.Stream | None = None
         """The stream of prefills beside decodes; None on a CPU."""
@@ -121,7 +118,6 @@ class KernelBackend:
         if is_mixed and device.type == "cuda" and self._beside is None:
             self._beside = torch.cuda.Stream(device)
         plans = {}
-        table = batch.block_table[:num_decodes] if self._shares_prefixes else None
         if num_decodes and kernel_path(device) != "reference":
             for cache in {id(cache.layout): cache for cache in caches}.values():
                 plans[id(cache.layout)] = plan = DecodePlan.allocate(
@@ -133,12 +129,9 @@ class KernelBackend:
                     query_len=batch.query_len or 1,
                     page_format=cache.page_format,
                     deterministic=self._deterministic,
-                    shares_prefixes=self._shares_prefixes,
                     read_early=True,  # the previous launch is the layer's qkv_cache_write
                 )
-                self._ops.plan_decode_attention(
-                    batch.seq_lens[:num_decodes], cache.layout, plan, block_table=table
-                )
+                self._ops.plan_decode_attention(batch.seq_lens[:num_decodes], cache.layout, plan)
         starts = batch.query_start_loc[num_decodes:] - num_decodes if is_mixed else None
         self._planned = _Planned(
             batch=batch,

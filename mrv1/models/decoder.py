@@ -110,7 +110,7 @@ class DecoderModel:
             dtype=self.dtype, vocab_rows=self.weights.embed.shape[0],
         )  # fmt: skip
 
-    def kernel_backend(self, *, shares_prefixes: bool = False) -> KernelBackend:
+    def kernel_backend(self) -> KernelBackend:
         """Return a backend that attends with the kernels of ``ops``."""
         return KernelBackend(
             self._ops,
@@ -120,7 +120,6 @@ class DecoderModel:
             soft_cap=self.config.attention_soft_cap,
             has_sinks=self.config.has_sinks,
             deterministic=self.deterministic,
-            shares_prefixes=shares_prefixes,
         )
 
     def forward(

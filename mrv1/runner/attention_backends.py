@@ -29,24 +29,16 @@ _INSTEAD = "choose attention_backend='triton'"
 
 
 def select_backend(
-    name: AttentionBackendName,
-    model: DecoderModel,
-    spec: CacheSpec,
-    layouts: Sequence[KVLayout],
-    *,
-    shares_prefixes: bool = False,
+    name: AttentionBackendName, model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVLayout]
 ) -> AttentionBackend:
     """Return the backend ``name``; no other backend ever replaces it.
-
-    ``shares_prefixes``: whether requests may have the same blocks, which mrv1's kernels then read
-    for several of them at once.
 
     Raises:
         ConfigError: FlashInfer does not support the model or the cache, or is not installed.
         UnsupportedDeviceError: FlashInfer was asked for on a CPU.
     """
     if name == "triton":
-        return model.kernel_backend(shares_prefixes=shares_prefixes)
+        return model.kernel_backend()
     check_flashinfer(model, spec, layouts)
     return FlashInferBackend(model, spec, layouts)
 

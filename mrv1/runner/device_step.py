@@ -155,10 +155,7 @@ def tails_of(config: EngineConfig, shape: StepShape, *, has_processors: bool) ->
 
 
 def slot_fields(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    head_groups: HeadGroups,
-    max_model_len: int,
+    config: EngineConfig, model_config: ModelConfig, head_groups: HeadGroups, max_model_len: int
 ) -> dict[str, Field]:
     """Return the fields of the slots; for arguments see ``DeviceStep``."""
     sampling = {
@@ -216,13 +213,7 @@ class DeviceStep:
         self._late_error: Exception | None = None
         groups, num_slots = head_groups.groups, config.max_num_seqs
         layouts = layer_layouts(spec, head_groups, [1] * len(groups), device)
-        self.attention = select_backend(
-            config.attention_backend,
-            model,
-            spec,
-            layouts,
-            shares_prefixes=config.share_prefix_reads,
-        )
+        self.attention = select_backend(config.attention_backend, model, spec, layouts)
         limits = _sampler_limits(config, model.config)
         self.logits = StepLogits(
             model, self.max_padded_rows, self.max_logits_rows, needs_whole=bool(processors)

@@ -347,30 +347,6 @@ def test_mixed_heads_are_compared_with_a_uniform_run():
     assert result["conditions"]["head_roles"] == {"full_heads": 0.5, "window": 40, "sink": 20}
 
 
-def test_a_shared_prefix_is_compared_with_reading_it_for_each_request():
-    options = SMALL | {"cells": (Cell(3, 40),), "shared": 32}
-    result = run_attention(AttentionBench(**options))
-    (entry,) = result["results"]
-    assert {"mrv1", "mrv1-unshared"} <= entry["variants"].keys()
-    assert entry["kv_bytes"] == 2 * (32 + 3 * 8) * 2 * 16 * 2  # K and V, heads, dims, bfloat16
-    assert result["conditions"]["shared_tokens"] == 32
-    data = make_data(AttentionBench(**options).cases()[0], 1, torch.device("cpu"), 0)
-    assert (data.block_table[:, :2] == data.block_table[0, :2]).all()
-    assert len(data.block_table[:, 2].unique()) == 3
-
-
-def test_a_cascade_needs_a_shared_prefix():
-    """The peer is asked only where there is one."""
-    cascade = Peer(module="torch", adapter=lambda data: 1 / 0, extras=("prefixes",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(peers.PEERS, "flashinfer-cascade", cascade)
-        for shared, why in ((0, "is measured with a shared prefix"), (32, "division by zero")):
-            options = SMALL | {"cells": (Cell(3, 40),), "shared": shared}
-            result = run_attention(AttentionBench(**options, peers=("flashinfer-cascade",)))
-            (failure,) = result["results"][0]["failed_peers"].values()
-            assert why in failure
-
-
 def test_a_soft_cap_and_sinks_are_compared_with_our_plain_kernel():
     options = SMALL | {"cells": (Cell(2, 40),), "soft_cap": 5.0, "sinks": True}
     result = run_attention(AttentionBench(**options))
@@ -517,15 +493,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
         ),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
         ({"window": 0}, "window: expected >= 1, got 0"),
-        (
-            {"shared": 20},
-            r"shared: expected whole blocks of 16 and fewer tokens than 17, the .* 20",
-        ),
-        (
-            {"shared": 32},
-            r"shared: expected whole blocks of 16 and fewer tokens than 17, the .* 32",
-        ),
-        ({"shared": 16, "mode": "prefill"}, r"shared: expected mode decode and full heads with"),
         ({"soft_cap": -1.0}, r"soft_cap: expected >= 0 and finite, got -1\.0"),
         ({"num_q_heads": 3}, "num_q_heads: expected a multiple of 2, got 3"),
         ({"full_heads": 0.3}, "full_heads: expected 0 to 1, a whole number of 2 heads, got 0.3"),

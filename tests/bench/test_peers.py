@@ -151,32 +151,6 @@ class _Prefill(_Wrapper):
         self._plan(qo_indptr, indptr, indices, last, sizes, types, sm_scale)
 
 
-class _Cascade(_Wrapper):
-    """Levels of page lists: the first level's, of one group of all queries, come first."""
-
-    def __init__(self, num_levels, workspace, kv_layout):
-        super().__init__(workspace, kv_layout)
-        assert num_levels == 2
-
-    def plan(
-        self, queries, indptrs, indices, last_page_lens, *sizes, sm_scale, q_data_type,
-        kv_data_type,
-    ):  # fmt: skip
-        (all_queries, each_query), (shared_end, ends), (shared, own) = queries, indptrs, indices
-        (last_shared, last) = last_page_lens
-        num_reqs = len(ends) - 1
-        assert all_queries.tolist() == [0, num_reqs]
-        assert shared_end.tolist() == [0, len(shared)]
-        assert last_shared.tolist() == [sizes[3]]
-        pages = torch.cat([shared.expand(num_reqs, -1), own.view(num_reqs, -1)], dim=1)
-        indptr = ends + torch.arange(num_reqs + 1) * len(shared)
-        types = (q_data_type, kv_data_type)
-        self._plan(each_query, indptr, pages.flatten(), last, sizes, types, sm_scale)
-
-    def run(self, q, cache):
-        return super().run(q, cache, out=torch.empty_like(q))
-
-
 def _fmha_v2(
     qkv, input_layout, workspace_buffer, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale,
     batch_size, cum_seq_lens_q, cum_seq_lens_kv, block_tables, out, mask_mode, window_left=-1,
@@ -215,7 +189,6 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch):
         "vllm.v1.kv_cache_interface": {"KVQuantMode": _QuantMode},
         "flashinfer": {
             "BatchDecodeWithPagedKVCacheWrapper": _Decode,
-            "MultiLevelCascadeAttentionWrapper": _Cascade,
             "BatchPrefillWithPagedKVCacheWrapper": _Prefill,
         },
         "flashinfer.prefill": {"trtllm_fmha_v2_prefill": _fmha_v2},
@@ -249,16 +222,6 @@ def test_every_peer_gives_our_result_on_our_data(mode: str):
         for variant in entry["variants"].values():
             assert variant["relative_error"] < variant["max_relative_error"] == 1e-2
     assert result["geometric_mean_over_ours"].keys() == ran
-
-
-@pytest.mark.usefixtures("stand_ins")
-def test_the_cascade_attends_to_the_shared_prefix_and_to_the_rest():
-    peers = ("flashinfer-cascade", "flashinfer")
-    result = run_attention(AttentionBench(**SMALL, shared=32, peers=peers))
-    for entry in result["results"]:
-        assert entry["failed_peers"] == {}
-        for peer in peers:
-            assert entry["variants"][peer]["relative_error"] < 1e-2
 
 
 @pytest.mark.usefixtures("stand_ins")

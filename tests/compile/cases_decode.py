@@ -12,19 +12,13 @@ from mrv1.kernels.attention.decode.attention import (
     _paged_decode_attention_kernel,
     merge_tile,
 )
-from mrv1.kernels.attention.decode.plan import (
-    MIN_PREFIX,
-    DecodeAttentionConfig,
-    padded_rows,
-    prefix_item_rows,
-)
+from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig, padded_rows
 from mrv1.kernels.attention.decode.plan_kernel import (
     REQS_PER_PROGRAM,
     _plan_decode_kernel,
     pieces_per_program,
     plan_warps,
 )
-from mrv1.kernels.attention.decode.prefixes import _find_prefixes_kernel, columns_per_step
 from mrv1.kernels.attention.online_softmax import dot_precision
 from mrv1.kernels.attention.prefill.choice import PrefillAttentionConfig
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -65,9 +59,6 @@ def cases(target: Target) -> list[AotCase]:
         *_fp8_cases(target),
         *_group_cases(target),
         *(_plan(target, *shape) for shape in ((16, 8, 1), (256, 8, 2), (1024, 64, 8))),
-        *(_plan(target, *shape) for shape in ((256, 8, 1, 8), (2048, 8, 2, 4))),
-        *(_find_prefixes(target, *shape) for shape in ((64, 8), (1024, 32))),
-        *_sharing_cases(target),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "token")),
         _decode(target, torch.bfloat16, 128, False, segments=MANY, fp8=_fp8(target, "head")),
         _decode(target, torch.bfloat16, 256, True, fp8=_fp8(target, "token")),
@@ -103,25 +94,6 @@ def _group_cases(target: Target) -> list[AotCase]:
     ]
 
 
-def _sharing_cases(target: Target) -> list[AotCase]:
-    """Return cases of plans that share prefixes: with 2 and 4 warps, codes, windows, sinks."""
-    bf16 = torch.bfloat16
-    return [
-        *(_decode(target, bf16, dim, False, shares=True) for dim in (64, 128, 256)),
-        _decode(target, bf16, 128, False, group=4, segments=SOME, shares=True),
-        _decode(target, bf16, 128, False, group=4, query_len=4, segments=SOME, shares=True),
-        _decode(target, bf16, 128, True, segments=SOME, soft_cap=True, sinks=True, shares=True),
-        _decode(target, bf16, 128, False, segments=MANY, shares=True),
-        *(
-            _decode(
-                target, bf16, dim, False, segments=segments, fp8=_fp8(target, "token"), shares=True
-            )
-            for dim, segments in ((128, SOME), (128, MANY), (256, SOME))
-        ),
-        _decode(target, torch.float32, 128, False, shares=True),
-    ]
-
-
 def _fp8_cases(target: Target) -> list[AotCase]:
     found = []
     for scales in ("token", "head"):
@@ -150,7 +122,6 @@ def _decode(
     early: bool = True,
     deterministic: bool = False,
     visits_masked: bool = False,
-    shares: bool = False,
     fp8: dict[str, object] = NO_FP8,
     soft_cap: bool = False,
     sinks: bool = False,
@@ -170,9 +141,6 @@ def _decode(
         steps = PrefillAttentionConfig.default_for(head_dim, dtype, target.capability, streaming)
         most = config.max_registers if streaming else None
         config = replace(config, tile_tokens=steps.tile_tokens, max_registers=most)
-    prefix_rows = 0
-    if shares:
-        prefix_rows = prefix_item_rows(config, head_dim, _config_dtype(dtype, fp8))
     caches = _caches(dtype, fp8)
     tile_dim = triton.next_power_of_2(head_dim)
     if fp8 is not NO_FP8:
@@ -192,7 +160,6 @@ def _decode(
             *_fp8_name(fp8),
             *(["soft_cap"] if soft_cap else []),
             *(["sinks"] if sinks else []),
-            *(["shares"] if shares else []),
         ),
         kernel=_paged_decode_attention_kernel,
         args=(
@@ -201,7 +168,6 @@ def _decode(
             *((float32, float32, int32) if splits else (None, None, None)),
             None,
             *(int32, int32),
-            *((int32, 1568, 2592) if shares else (None, 0, 0)),
             *(pointer(dtype), 2 * row, head_dim),
             *caches,
             *(int32, 512, 512),
@@ -228,37 +194,22 @@ def _decode(
             **({} if config.max_registers is None else {"maxnreg": config.max_registers}),
             "EARLY": early and target.has_dependent_launch,
             "DETERMINISTIC": deterministic,
-            "PREFIX_ROWS": prefix_rows,
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # Parked over the loop, so that one more program fits an SM; 16 rows of codes load one of
-        # these values again, two of 920 instructions of the loop. Merges of many rows park more.
-        parked_bytes=128 if shares else 32 if fp8 is not NO_FP8 and rows > 8 else 16,
+        # these values again, two of 920 instructions of the loop.
+        parked_bytes=32 if fp8 is not NO_FP8 and rows > 8 else 16,
         programs_per_sm=config.programs_per_sm if target.name == "sm_90" else 0,
     )
 
 
-def _plan(
-    target: Target, num_reqs: int, num_kv_heads: int, num_kinds: int, sharers: int = 0
-) -> AotCase:
+def _plan(target: Target, num_reqs: int, num_kv_heads: int, num_kinds: int) -> AotCase:
     int32 = pointer(torch.int32)
     return AotCase(
-        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, num_kinds, sharers),
+        name=_name("plan_decode", torch.int32, num_reqs, num_kv_heads, num_kinds),
         kernel=_plan_decode_kernel,
-        args=(
-            *(int32,) * 4,
-            num_reqs,
-            int32,
-            num_kinds,
-            *(int32,) * 4,
-            1568,
-            528,
-            1056,
-            int32 if sharers else None,
-            528,
-            256,
-        ),
+        args=(*(int32,) * 4, num_reqs, int32, num_kinds, *(int32,) * 4, 1568, 528, 1056),
         constexprs={
             "NUM_KV_HEADS": num_kv_heads,
             "QUERY_LEN": 1,
@@ -268,8 +219,6 @@ def _plan(
             "PIECE_TILES": 0,
             "MIN_TILES": 1,
             "LONG_TILES": 32,
-            "SHARERS": sharers,
-            "MIN_PIECE": 4,
             "ALL_REQS": num_reqs,
             "ALL_KINDS": num_kinds,
             "TILE_REQS": REQS_PER_PROGRAM,
@@ -279,26 +228,4 @@ def _plan(
         },
         num_warps=plan_warps(num_reqs * num_kinds),
         parked_bytes=32,  # one launch a step
-    )
-
-
-def _find_prefixes(target: Target, num_reqs: int, sharers: int) -> AotCase:
-    int32 = pointer(torch.int32)
-    return AotCase(
-        name=_name("find_prefixes", torch.int32, num_reqs, sharers),
-        kernel=_find_prefixes_kernel,
-        args=(int32, int32, 1568, 64, int32, num_reqs, int32, 512, int32, 1),
-        constexprs={
-            "QUERY_LEN": 1,
-            "BLOCK_SIZE": BLOCK_SIZE,
-            "TILE_TOKENS": 64,
-            "MIN_TOKENS": MIN_PREFIX,
-            "SHARERS": sharers,
-            "ALL_REQS": num_reqs,
-            "TILE_SHARERS": sharers,
-            "TILE_COLUMNS": columns_per_step(sharers),
-            "TILE_COUNTS": 128,
-            "OVERLAP": target.has_dependent_launch,
-        },
-        num_warps=4,
     )

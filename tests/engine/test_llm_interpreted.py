@@ -8,14 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from mrv1 import LLM, HeadPolicy, SamplingParams
 from mrv1.headwise import FULL, Visible
-from mrv1.kernels import DecodePlan, reference
-from mrv1.kernels.attention.decode import plan as plan_buffers
-from mrv1.kernels.attention.decode.plan import PREFIX, Item
+from mrv1.kernels import reference
 from tests.engine.test_bad_words import greedy_by_hand
 from tests.engine.test_fp8_generation import greedy_over_a_rounded_cache
 from tests.engine.test_head_policy import greedy_under
 from tests.engine.test_llm import greedy_by_transformers, random_prompts
-from tests.kernels.paged_attention import small_tiles
 from tests.models.families import SLIDING, tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 
@@ -42,36 +39,6 @@ def test_greedy_tokens_equal_transformers_and_no_oracle_ran(tmp_path, device, fa
         outputs = llm.generate(prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     assert not reference.calls
-
-
-def test_shared_reads_of_a_prefix_change_no_token(tmp_path, device, monkeypatch):
-    """Three requests over the blocks of one prompt, which a plan reads for all of them."""
-    model = tiny_checkpoint(tmp_path, "qwen3").to(device)
-    for name, value in (("PREFIX", 16), ("PREFIX_PIECE", 16), ("SAVED", 0), ("SHARING", 0)):
-        monkeypatch.setattr(plan_buffers, f"MIN_{name}", value)
-    plans, allocate = [], DecodePlan.allocate
-
-    def recorded(**options: object) -> DecodePlan:
-        plans.append(allocate(**options))
-        return plans[-1]
-
-    monkeypatch.setattr(DecodePlan, "allocate", recorded)
-    common, *ends = random_prompts((36, 3, 9, 1))
-    prompts = [common + end for end in ends]
-    expected = [greedy_by_transformers(model, prompt, NUM_TOKENS) for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    for shares in (True, False):
-        plans.clear()
-        with small_tiles(16), LLM(
-            str(tmp_path), dtype="float32", max_num_seqs=4, max_num_batched_tokens=64,
-            num_kv_blocks=32, share_prefix_reads=shares,
-        ) as llm:  # fmt: skip
-            llm.generate([common], params)  # its blocks are cached
-            outputs = llm.generate(prompts, params)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        kind = Item._fields.index("kind")
-        kinds = {int(row[kind]) for p in plans for row in p.items[: int(p.num_items)]}
-        assert (PREFIX in kinds) is shares
 
 
 def test_streaming_heads_free_pages_and_change_no_token(tmp_path, device):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.attention.decode import plan as decode_plan
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
 from mrv1.models.attention import KernelBackend
@@ -20,7 +18,6 @@ from tests.kernels.paged_attention import (
     Result,
     assert_in_budget,
     exact,
-    finite,
     make_queries,
     run_prefill,
     small_tiles,
@@ -72,51 +69,6 @@ def test_a_short_chunk_after_a_long_context_is_split_unless_deterministic(
     assert (splits and splits.num_splits) == (None if deterministic else 16)
     oracle = run_prefill(reference, case, q)
     assert_in_budget(Result(got, oracle.lse), oracle, exact(case, q), case)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_decodes_share_prefixes_unless_deterministic(device, monkeypatch, deterministic):
-    """Three requests that begin with the same 128 tokens, and a prompt beside them."""
-    monkeypatch.setattr(decode_plan, "MIN_PREFIX", 128)
-    monkeypatch.setattr(decode_plan, "MIN_SAVED", 0)
-    monkeypatch.setattr(decode_plan, "MIN_SHARING", 0)
-    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=16, max_seq_len=200, max_reqs=4)
-    lengths = RaggedBatch(query_lens=(1, 1, 1, 5), seq_lens=(130, 200, 150, 5))
-    case = finite(build_paged_cache(layout, lengths)).to(device)
-    case.block_table[1:3, :8] = case.block_table[:1, :8]
-    q = make_queries(case, 2)
-    none = torch.zeros(len(q), dtype=torch.int64, device=device)
-    batch = AttentionBatch(
-        input_ids=none, positions=none, slot_mapping=none[None], block_table=case.block_table,
-        seq_lens=case.seq_lens, query_start_loc=case.query_start_loc, max_query_len=5,
-        query_len=None, num_decodes=3, num_tokens=len(q), num_reqs=4,
-    )  # fmt: skip
-    cache = LayerCache(k=case.k_cache, v=case.v_cache, layout=case.layout, scales=case.scales)
-    seen = []
-
-    def decode(*arguments, plan, **options):
-        seen.append(plan)
-        return kernels.paged_decode_attention(*arguments, plan=plan, **options)
-
-    backend = KernelBackend(
-        SimpleNamespace(
-            plan_decode_attention=kernels.plan_decode_attention,
-            paged_decode_attention=decode,
-            paged_prefill_attention=kernels.paged_prefill_attention,
-        ),
-        num_q_heads=4, dtype=q.dtype, softmax_scale=softmax_scale(case),
-        deterministic=deterministic, shares_prefixes=True,
-    )  # fmt: skip
-    backend.plan(batch, [cache], None, None)
-    got = backend.attend(q, batch, cache)
-    (plan,) = seen
-    if deterministic:
-        assert not plan.sharers
-    else:
-        assert plan.prefixes[1, :2].tolist() == [0, 128 // plan.config.tile_tokens]
-    wide = replace(case, k_cache=case.k_cache.double(), v_cache=case.v_cache.double())
-    oracle, want = run_prefill(reference, case, q), run_prefill(reference, wide, q.double())
-    assert_in_budget(Result(got, oracle.lse), oracle, want, case)
 
 
 def test_a_deterministic_prefill_takes_one_tile_for_every_batch():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 
 import torch
 
@@ -18,15 +18,10 @@ from mrv1.kernels.attention.contracts import (
     check_query_start_loc,
 )
 from mrv1.kernels.attention.decode.plan import (
-    APART,
-    BEHIND,
-    MAX_PREFIX_PIECES,
-    PREFIX,
     DecodePlan,
     Item,
     check_plan,
     check_plan_options,
-    check_plan_table,
     first_key,
     num_pieces,
 )
@@ -162,10 +157,7 @@ def _attend_requests(
 
 
 def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
-    """Return the smallest size within ``most_items`` items; short segments count by tiles.
-
-    The largest, whole segments, where shared prefixes on top of them are too many for any.
-    """
+    """Return the smallest size within ``most_items`` items; short segments count by tiles."""
 
     def fits(size: int) -> bool:
         short = [t for t in tiles if 2 * t <= size]
@@ -175,63 +167,15 @@ def _equal_size(tiles: list[int], plan: DecodePlan, most_items: int) -> int:
 
     longest = max(tiles, default=1)
     sizes = range(min(plan.config.min_tiles, longest), longest + 1)
-    return sizes[min(bisect_left(sizes, True, key=fits), len(sizes) - 1)]
-
-
-def _find_prefixes(
-    lengths: list[int], table: list[list[int]], layout: KVLayout, plan: DecodePlan
-) -> list[tuple[int, int]]:
-    """Return each request's leader and the tiles that it shares; write ``plan.prefixes``."""
-    offsets = sorted({role.table_offset for role in layout.roles if role.window < 0})
-    known = [length - plan.query_len for length in lengths]
-    last = -(-plan.min_prefix // layout.block_size)  # columns of the shortest prefix
-    groups: dict[int, list[int]] = {}
-    for req, row in enumerate(table):
-        page = row[offsets[0] + last - 1] if known[req] >= last * layout.block_size else -1
-        groups.setdefault(page if page >= 0 else -1 - req, []).append(req)
-    found = [(req, 0) for req in range(len(lengths))]
-    plan.prefixes.fill_(-1)
-    for like in groups.values():
-        for first in range(0, len(like), plan.sharers):
-            reqs = like[first : first + plan.sharers]
-            columns = 0
-            if len(reqs) > 1:
-                columns = min(known[req] for req in reqs) // layout.block_size
-            for offset in offsets:
-                pages = zip(*(table[req][offset : offset + columns] for req in reqs), strict=True)
-                columns = len(
-                    list(takewhile(lambda ids: len(set(ids)) == 1 and ids[0] >= 0, pages))
-                )
-            tiles = columns * layout.block_size // plan.config.tile_tokens
-            tiles = tiles if tiles * plan.config.tile_tokens >= plan.min_prefix else 0
-            for req in reqs:
-                found[req] = (reqs[0], tiles)
-            plan.prefixes[reqs[0], 2 : 2 + len(reqs)] = torch.tensor(reqs)
-    plan.prefixes[:, :2] = torch.tensor(found)
-    saved = sum(tiles for req, (leader, tiles) in enumerate(found) if leader != req)
-    num_heads = sum(role.window < 0 for role in layout.roles)
-    return (
-        found if saved * num_heads >= plan.min_saved else [(req, 0) for req, _ in enumerate(found)]
-    )
+    return sizes[bisect_left(sizes, True, key=fits)]
 
 
 @counted
-def plan_decode_attention(
-    seq_lens: torch.Tensor,
-    layout: KVLayout,
-    plan: DecodePlan,
-    *,
-    block_table: torch.Tensor | None = None,
-) -> None:
+def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
     """Cut the keys into items; see :func:`mrv1.kernels.plan_decode_attention`."""
     check_plan(plan, seq_lens, layout)
-    table = check_plan_table(plan, block_table, layout)
     tile = plan.config.tile_tokens
-    shared = [(req, 0) for req in range(len(seq_lens))]
-    if table is not None and len(seq_lens):
-        shared = _find_prefixes(seq_lens.tolist(), table.tolist(), layout, plan)
-    segments: list[Item] = []
-    prefixes: list[Item] = []
+    segments = []
     for req, seq_len in enumerate(seq_lens.tolist()):
         for head, role in enumerate(layout.roles):
             window, sink = role.window, role.sink
@@ -242,17 +186,10 @@ def plan_decode_attention(
             whole = Item(
                 req=req, head=head, first_work=0, end_work=sink_end + seq_len - start, pieces=1,
                 table_offset=role.table_offset, sink_end=sink_end, start=start, window=window,
-                sink=sink, ring_blocks=role.ring_blocks, seq_len=seq_len, piece=0, kind=APART,
+                sink=sink, ring_blocks=role.ring_blocks, seq_len=seq_len, piece=0,
             )  # fmt: skip
-            leader, skipped = shared[req]
-            if skipped and window < 0:
-                end = skipped * tile
-                if leader == req:
-                    prefixes.append(whole._replace(end_work=end, kind=PREFIX))
-                whole = whole._replace(first_work=end, kind=BEHIND)
             segments.append(whole)
-    segments = prefixes + segments
-    tiles = [max(1, -(-(each.end_work - each.first_work) // tile)) for each in segments]
+    tiles = [max(1, -(-segment.end_work // tile)) for segment in segments]
     longest = max(tiles, default=1)
     if plan.num_kv_splits is not None:
         size = -(-longest // plan.num_kv_splits)
@@ -262,18 +199,11 @@ def plan_decode_attention(
         size = _equal_size(tiles, plan, plan.most_items)
         if size >= plan.long_tiles:
             size = _equal_size(tiles, plan, plan.fine_items)
-        by_length = sorted(
-            zip(segments, tiles, strict=True),
-            key=lambda each: 2 * each[1] <= size and each[0].kind != PREFIX,
-        )
+        by_length = sorted(zip(segments, tiles, strict=True), key=lambda each: 2 * each[1] <= size)
         segments, tiles = [each for each, _ in by_length], [count for _, count in by_length]
     items: list[Item] = []
     for whole, num_tiles in zip(segments, tiles, strict=True):
         pieces = -(-num_tiles // size)
-        if whole.kind == PREFIX:
-            most = min(plan.programs // len(prefixes), MAX_PREFIX_PIECES)
-            longest = num_tiles // plan.min_prefix_piece
-            pieces = min(pieces, max(1, min(most, longest)))
         if plan.deterministic:
             pieces = num_pieces(num_tiles * tile) if num_tiles > size else 1
         for piece in range(pieces):
@@ -284,10 +214,9 @@ def plan_decode_attention(
                 share, longer = divmod(num_tiles, pieces)
                 begin = piece * share + min(piece, longer)
                 end = begin + share + (piece < longer)
-            first_work = whole.first_work + begin * tile
-            end_work = min(whole.first_work + end * tile, whole.end_work)
+            end_work = min(end * tile, whole.end_work)
             item = whole._replace(
-                first_work=first_work, end_work=end_work, pieces=pieces, piece=piece
+                first_work=begin * tile, end_work=end_work, pieces=pieces, piece=piece
             )
             items.append(item)
     if items:
@@ -295,7 +224,6 @@ def plan_decode_attention(
         plan.items[: len(items), : found.shape[1]] = found
     plan.num_items.fill_(len(items))
     plan.arrivals[: len(items)] = 0
-    plan.arrivals[plan.max_items :] = 0
 
 
 @counted

@@ -76,8 +76,6 @@ class KVLayout:
     """[kinds, 3] int32: each pair of window and sink, and the number of heads that have it."""
     full_heads: torch.Tensor
     """[full heads] int32: the heads without a window."""
-    full_offsets: torch.Tensor
-    """[parts] int32: the different ``table_offset`` of the full heads."""
     streaming_heads: torch.Tensor
     """[streaming heads] int32: the heads with a window."""
     num_groups: int
@@ -199,9 +197,6 @@ class KVLayout:
                 [(*kind, count) for kind, count in kinds.items()], dtype=torch.int32, device=device
             ),
             full_heads=column([h for h, r in enumerate(roles) if r.window < 0], torch.int32),
-            full_offsets=column(
-                sorted({r.table_offset for r in roles if r.window < 0}), torch.int32
-            ),
             streaming_heads=column([h for h, r in enumerate(roles) if r.window >= 0], torch.int32),
             num_groups=num_groups,
             address_unit=math.gcd(head_dim, token_stride, *head_base, *block_stride),

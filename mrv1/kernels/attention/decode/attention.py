@@ -17,10 +17,6 @@ before L are in memory. L itself writes neither plan, table nor layout (the call
 Early loads bypass L1, which may hold older lines. K and V are loaded after the wait: L has just
 written the newest.
 
-An item of a shared prefix (see ``prefixes``) has the query rows of several requests as columns. Of
-each of its rows, this result and that of the keys that the request reads alone are merged by the
-program that finishes second.
-
 Scores are computed transposed, keys times queries: the tensor core's 16-row side holds keys, its
 8-column side the few query rows. That halves the padding and the softmax of queries times keys.
 
@@ -45,10 +41,8 @@ from mrv1.kernels.attention.contracts import (
     check_query_len,
 )
 from mrv1.kernels.attention.decode.plan import (
-    BEHIND,
     ITEM_FIELDS,
     PIECE_TOKENS,
-    PREFIX,
     DecodePlan,
     Item,
     check_plan,
@@ -56,7 +50,6 @@ from mrv1.kernels.attention.decode.plan import (
     padded_rows,
 )
 from mrv1.kernels.attention.decode.plan_kernel import plan_decode_attention
-from mrv1.kernels.attention.decode.prefix_item import attend_prefix
 from mrv1.kernels.attention.online_softmax import (
     LOG2_E,
     SMALLEST_UNIT,
@@ -100,11 +93,6 @@ _MOST_MERGED = tl.constexpr(16)
 _MERGED_TWICE = tl.constexpr(8)
 """Most in each of two rounds, which segments of 17 to 64 pieces take."""
 _PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
-_BEHIND, _PREFIX = tl.constexpr(BEHIND), tl.constexpr(PREFIX)
-_PREFIX_TOKENS = tl.constexpr(32)
-"""Most keys per step of an item of a shared prefix."""
-_MET_ELEMENTS = tl.constexpr(4096)
-"""Most elements of a result that a program merges at a time with the other half of its keys."""
 _SUM_ROWS = tl.constexpr(16)
 """Rows of ones that are multiplied with weights to add them up: all rows of sums are the same."""
 
@@ -133,15 +121,6 @@ class Tiles(NamedTuple):
     LOADED_STATES: int  # partial results that a merging program loads at a time
     EARLY: bool  # whether plan and table may be read before the previous kernel has ended
     DETERMINISTIC: bool  # whether the result is the fold of fixed pieces, see fold_state
-    PREFIX_ROWS: int  # query rows of an item of a shared prefix; 0 = the plan has none
-
-
-class Prefixes(NamedTuple):
-    """Which requests share prefixes, and where their partial results go; see ``DecodePlan``."""
-
-    ptr: tl.tensor | None  # [num_reqs, 2 + sharers] int32; None = no plan of shared prefixes
-    first_state: tl.tensor  # slot of two per segment: of its prefix, of the keys behind
-    first_part: tl.tensor  # slot of PREFIX_ROWS rows per item
 
 
 class Items(NamedTuple):
@@ -150,7 +129,6 @@ class Items(NamedTuple):
     ptr: tl.tensor  # [max_items, ITEM_FIELDS] int32
     count: tl.tensor
     states: States  # QUERY_LEN * GROUP per item; an arrival count per item
-    prefixes: Prefixes
 
 
 class BlockTable(NamedTuple):
@@ -370,7 +348,7 @@ def _attend_item(
 
 @triton.jit
 def _rows_of(req, head, row, HEADS: tl.constexpr):
-    """Return (query row, query head) of rows of a KV head, int64, of one request or a row's own.
+    """Return (query row, query head) of the rows of a KV head of one request, int64.
 
     Without a division where an item has one query: a GROUP that is no power of two would divide by
     multiplying, in registers that a program on each multiprocessor needs.
@@ -384,106 +362,42 @@ def _rows_of(req, head, row, HEADS: tl.constexpr):
 
 
 @triton.jit
-def _store_state(states, state, in_tile, dims, acc, top, total, HEAD_DIM: tl.constexpr):
-    """Store the partial results of rows ``state``."""
-    mask = in_tile[:, None] & (dims < HEAD_DIM)[None, :]
-    value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
-    tl.store(states.ptr + state[:, None] * HEAD_DIM + dims[None, :], value, mask=mask)
-    tl.store(states.lse_ptr + state, base_2_lse(top, total), mask=in_tile)
-
-
-@triton.jit
-def _store_rows(out, lse, req, head, row, in_tile, dims, acc, top, total, HEADS: tl.constexpr):
-    """Store the output of rows (query, query head) of a KV head of one request or several."""
-    out_row, q_head = _rows_of(req, head, row, HEADS)
-    mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
-    store_out(out, out_row, q_head, dims, normalized(acc, total), mask)
-    if lse.ptr is not None:
-        target = lse.ptr + head_offset(lse, out_row, q_head)
-        tl.store(target, natural_lse(top, total), mask=in_tile)
-
-
-@triton.jit
-def _half_of(items, req, head, row, HEADS: tl.constexpr):
-    """Return where the state of a row's prefix is; that of the keys behind it is the next."""
-    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
-    place = (req * HEADS.NUM_KV_HEADS + head) * ROWS + row
-    return items.prefixes.first_state.to(tl.int64) * ROWS + 2 * place, place
-
-
-@triton.jit
-def _merge_halves(
-    out, lse, items, req, head, row, in_tile, TILE_ROWS: tl.constexpr,
-    HEADS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Write the rows of which both halves are stored: the prefix's and that of the keys behind.
-
-    Each row has a count; the program that stored a row's second half merges and resets it. The
-    prefix comes first, so that bits do not depend on which program that is.
-    """
-    WIDTH: tl.constexpr = min(TILES.TILE_DIM, _MET_ELEMENTS // TILE_ROWS)
-    states = items.states
-    half, place = _half_of(items, req, head, row, HEADS)
-    arrivals_ptr = states.arrivals_ptr + items.prefixes.first_state + place
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr, 1, mask=in_tile, sem="acq_rel", scope="gpu")
-    is_second = in_tile & (arrived == 1)
-    tl.store(arrivals_ptr, 0, mask=is_second)
-    tl.debug_barrier()
-    prefix_lse = tl.load(states.lse_ptr + half, mask=is_second, other=float("-inf"))
-    rest_lse = tl.load(states.lse_ptr + half + 1, mask=is_second, other=float("-inf"))
-    seen = tl.where(prefix_lse == float("-inf"), 0.0, 1.0)
-    for first_dim in tl.static_range(0, TILES.TILE_DIM, WIDTH):
-        dims = first_dim + tl.arange(0, WIDTH)
-        mask = is_second[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
-        part_ptr = states.ptr + half[:, None] * HEADS.HEAD_DIM + dims[None, :]
-        prefix = tl.load(part_ptr, mask=mask, other=0.0)
-        rest = tl.load(part_ptr + HEADS.HEAD_DIM, mask=mask, other=0.0)
-        acc, top, total = fold_state(prefix, prefix_lse, seen, rest, rest_lse, 1)
-        _store_rows(out, lse, req, head, row, is_second, dims, acc, top, total, HEADS)
-
-
-@triton.jit
 def _store_result(
-    out, lse, items, slot, item, is_whole, row, acc, top, total,
+    out, lse, states, slot, item, is_whole, row, acc, top, total,
     HEADS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store rows of a segment: the output if ``is_whole``, else the partial result of a slot."""
-    in_tile = row < HEADS.QUERY_LEN * HEADS.GROUP
+    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    in_tile = row < ROWS
     dims = tl.arange(0, TILES.TILE_DIM)
     req = item.req.to(tl.int64)
     if is_whole:
-        if TILES.PREFIX_ROWS:
-            if item.kind == _BEHIND:
-                half, _ = _half_of(items, req, item.head, row, HEADS)
-                _store_state(
-                    items.states, half + 1, in_tile, dims, acc, top, total, HEADS.HEAD_DIM
-                )
-                _merge_halves(
-                    out, lse, items, req, item.head, row, in_tile, acc.shape[0], HEADS, TILES
-                )
-            else:
-                _store_rows(out, lse, req, item.head, row, in_tile, dims, acc, top, total, HEADS)
-        else:
-            _store_rows(out, lse, req, item.head, row, in_tile, dims, acc, top, total, HEADS)
-    elif items.states.ptr is not None:
-        state = slot.to(tl.int64) * (HEADS.QUERY_LEN * HEADS.GROUP) + row
-        _store_state(items.states, state, in_tile, dims, acc, top, total, HEADS.HEAD_DIM)
+        out_row, q_head = _rows_of(req, item.head, row, HEADS)
+        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
+        store_out(out, out_row, q_head, dims, normalized(acc, total), mask)
+        if lse.ptr is not None:
+            target = lse.ptr + head_offset(lse, out_row, q_head)
+            tl.store(target, natural_lse(top, total), mask=in_tile)
+    elif states.ptr is not None:
+        state = slot.to(tl.int64) * ROWS + row
+        mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
+        value = normalized(acc, total)  # nothing seen: zeros, and lse = -inf
+        tl.store(states.ptr + state[:, None] * HEADS.HEAD_DIM + dims[None, :], value, mask=mask)
+        tl.store(states.lse_ptr + state, base_2_lse(top, total), mask=in_tile)
 
 
 @triton.jit
-def _merged_states(
-    states, first, step, count, row, dims, HEADS: tl.constexpr, TILES: tl.constexpr
-):
+def _merged_states(states, first, step, count, row, HEADS: tl.constexpr, TILES: tl.constexpr):
     """Return (acc, top, total), the partial results of slots first + i * step merged in order."""
     ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    dims = tl.arange(0, TILES.TILE_DIM)
     in_tile = row < ROWS
     mask = in_tile[:, None] & (dims < HEADS.HEAD_DIM)[None, :]
     states_ptr = states.ptr + first.to(tl.int64) * ROWS * HEADS.HEAD_DIM
     states_lse_ptr = states.lse_ptr + first.to(tl.int64) * ROWS
     top = tl.full([TILES.MERGE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILES.MERGE_ROWS], tl.float32)
-    acc = tl.zeros([TILES.MERGE_ROWS, dims.shape[0]], tl.float32)
+    acc = tl.zeros([TILES.MERGE_ROWS, TILES.TILE_DIM], tl.float32)
     for begin in range(0, count, TILES.LOADED_STATES):
         parts = ()
         for offset in tl.static_range(TILES.LOADED_STATES):
@@ -520,7 +434,7 @@ def _merged_states(
 
 
 @triton.jit
-def _merge_segment(out, lse, items, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
+def _merge_segment(out, lse, states, index, item, HEADS: tl.constexpr, TILES: tl.constexpr):
     """Merge the partial results of a segment of several pieces.
 
     In a round, group g is ``most`` pieces from ``g * most`` on. Its last program to finish merges
@@ -529,20 +443,16 @@ def _merge_segment(out, lse, items, index, item, HEADS: tl.constexpr, TILES: tl.
     that of its first slot plus the number of the round: a group that counts has more slots than
     rounds were before, so no two rounds share a count. Deterministic pieces are one group.
     """
-    states = items.states
     row = tl.arange(0, TILES.MERGE_ROWS)
-    dims = tl.arange(0, TILES.TILE_DIM)
     first_item = index - item.piece
     piece, pieces = item.piece, item.pieces
     if TILES.DETERMINISTIC:
         if pieces > 1:
             is_last = arrives_last(states.arrivals_ptr + first_item, pieces)
             if is_last:
-                acc, top, total = _merged_states(
-                    states, first_item, 1, pieces, row, dims, HEADS, TILES
-                )
+                acc, top, total = _merged_states(states, first_item, 1, pieces, row, HEADS, TILES)
                 _store_result(
-                    out, lse, items, first_item, item, True, row, acc, top, total, HEADS, TILES
+                    out, lse, states, first_item, item, True, row, acc, top, total, HEADS, TILES
                 )
     else:
         # Two rounds of 8 take less time than a round of 16 and one of 4.
@@ -558,12 +468,10 @@ def _merge_segment(out, lse, items, index, item, HEADS: tl.constexpr, TILES: tl.
             if count > 1:
                 goes_on = arrives_last(states.arrivals_ptr + first + number, count)
                 if goes_on:
-                    acc, top, total = _merged_states(
-                        states, first, step, count, row, dims, HEADS, TILES
-                    )
+                    acc, top, total = _merged_states(states, first, step, count, row, HEADS, TILES)
                     tl.debug_barrier()  # all threads have read the first slot
                     _store_result(
-                        out, lse, items, first, item, pieces <= most, row, acc, top, total,
+                        out, lse, states, first, item, pieces <= most, row, acc, top, total,
                         HEADS, TILES,
                     )  # fmt: skip
             piece = group
@@ -596,112 +504,13 @@ def _write_item(
 
     With EARLY it waits for the previous kernel, which must not write what is loaded before.
     """
+    EARLY: tl.constexpr = TILES.EARLY
+    CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""  # L1 may hold an older line
     item_ptr = items.ptr + index.to(tl.int64) * _ITEM_FIELDS
     is_item = index < items.count
-    item = _load_item(item_ptr, is_item, ".cg" if TILES.EARLY else "")  # L1 may hold an older line
-    if TILES.PREFIX_ROWS:
-        if item.kind == _PREFIX:
-            _write_prefix(
-                index, item, items, out, lse, q, cache, scales, table, softmax,
-                HEADS, CACHE, TILES,
-            )  # fmt: skip
-        else:
-            _write_own(
-                index, item, is_item, items, out, lse, q, cache, scales, table, softmax,
-                HEADS, CACHE, TILES,
-            )  # fmt: skip
-    else:
-        _write_own(
-            index, item, is_item, items, out, lse, q, cache, scales, table, softmax,
-            HEADS, CACHE, TILES,
-        )  # fmt: skip
-
-
-@triton.jit
-def _write_prefix(
-    index, item, items, out, lse, q, cache, scales, table, softmax,
-    HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Attend for an item of a shared prefix, from the queries of all requests that share it.
-
-    The last program of the prefix's pieces to finish merges them, then rows with what is stored of
-    the keys behind the prefix.
-    """
-    CACHE_MODIFIER: tl.constexpr = ".cg" if TILES.EARLY else ""
-    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
-    TILE_ROWS: tl.constexpr = TILES.PREFIX_ROWS
-    SHARERS: tl.constexpr = TILE_ROWS // ROWS
-    TILE_TOKENS: tl.constexpr = min(_PREFIX_TOKENS, TILES.TILE_TOKENS)
-    WIDTH: tl.constexpr = min(TILES.TILE_DIM, _MET_ELEMENTS // TILE_ROWS)
-    PARTS: tl.constexpr = Heads(HEADS.NUM_KV_HEADS, 1, TILE_ROWS, HEADS.HEAD_DIM)
-    PART_TILES: tl.constexpr = Tiles(
-        TILE_ROWS, TILE_TOKENS, TILES.TILE_DIM, TILES.PRECISION, TILE_ROWS, 2, TILES.EARLY,
-        False, TILE_ROWS,
-    )  # fmt: skip
-    column = tl.arange(0, TILE_ROWS)
-    sharer, row = column // ROWS, column % ROWS
-    leader = item.req.to(tl.int64)
-    sharer_ptr = items.prefixes.ptr + leader * (2 + SHARERS) + 2 + sharer
-    req = tl.load(sharer_ptr, mask=sharer < SHARERS, other=-1, cache_modifier=CACHE_MODIFIER)
-    req = req.to(tl.int64)
-    in_tile = req >= 0
-    q_row, q_head = _rows_of(req, item.head, row, HEADS)
-    q_row_ptr = q.ptr + head_offset(q, q_row, q_head)
-    pages = _load_head(
-        cache, item.head, 1 if CACHE.CODEC is None else 2, ALIGNED_ELEMENTS, CACHE_MODIFIER
-    )
-    head_scales = None
-    if CACHE.CODEC is not None:
-        head_scales = _load_head(scales, item.head, 1, 1, CACHE_MODIFIER)
-    table_ptr = table.ptr + leader * table.stride_row + item.table_offset
-    first_key = item.first_work + tl.arange(0, TILE_TOKENS)
-    first_block = tl.load(table_ptr + first_key // CACHE.BLOCK_SIZE, cache_modifier=CACHE_MODIFIER)
-    wait_for_previous(TILES.EARLY)
-    let_next_start(TILES.EARLY)
-    acc, top, total = attend_prefix(
-        item, q_row_ptr, in_tile, pages, head_scales, table_ptr, first_block, softmax,
-        HEADS.HEAD_DIM, CACHE, TILE_ROWS, TILE_TOKENS, TILES.TILE_DIM, TILES.PRECISION,
-    )  # fmt: skip
-    half, _ = _half_of(items, req, item.head, row, HEADS)
-    dims = tl.arange(0, TILES.TILE_DIM)
-    is_last = item.pieces == 1
-    if item.pieces > 1:
-        first_row = items.prefixes.first_part.to(tl.int64) * ROWS
-        parts = States(
-            items.states.ptr + first_row * HEADS.HEAD_DIM,
-            items.states.lse_ptr + first_row,
-            items.states.arrivals_ptr,
-        )
-        first_item = index - item.piece
-        state = index.to(tl.int64) * TILE_ROWS + column
-        _store_state(parts, state, in_tile, dims, acc, top, total, HEADS.HEAD_DIM)
-        is_last = arrives_last(parts.arrivals_ptr + first_item, item.pieces)
-        if is_last:
-            for first_dim in tl.static_range(0, TILES.TILE_DIM, WIDTH):
-                some = first_dim + tl.arange(0, WIDTH)
-                part, part_top, part_total = _merged_states(
-                    parts, first_item, 1, item.pieces, column, some, PARTS, PART_TILES
-                )
-                _store_state(
-                    items.states, half, in_tile, some, part, part_top, part_total, HEADS.HEAD_DIM
-                )
-    else:
-        _store_state(items.states, half, in_tile, dims, acc, top, total, HEADS.HEAD_DIM)
-    if is_last:
-        _merge_halves(out, lse, items, req, item.head, row, in_tile, TILE_ROWS, HEADS, PART_TILES)
-
-
-@triton.jit
-def _write_own(
-    index, item, is_item, items, out, lse, q, cache, scales, table, softmax,
-    HEADS: tl.constexpr, CACHE: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Attend for an item of one request, if there is one."""
-    EARLY: tl.constexpr = TILES.EARLY
-    CACHE_MODIFIER: tl.constexpr = ".cg" if EARLY else ""
-    ROWS: tl.constexpr = HEADS.QUERY_LEN * HEADS.GROUP
+    item = _load_item(item_ptr, is_item, CACHE_MODIFIER)
     row = tl.arange(0, TILES.TILE_ROWS)
-    in_tile = row < ROWS
+    in_tile = row < HEADS.QUERY_LEN * HEADS.GROUP
     req = item.req.to(tl.int64)
     head = item.head
     query_position = row
@@ -737,14 +546,14 @@ def _write_own(
             softmax, logit_sink, HEADS, CACHE, TILES,
         )  # fmt: skip
         _store_result(
-            out, lse, items, index, item, item.pieces == 1, row, tl.trans(acc), top, total,
+            out, lse, items.states, index, item, item.pieces == 1, row, tl.trans(acc), top, total,
             HEADS, TILES,
         )  # fmt: skip
         if items.states.ptr is not None:
-            _merge_segment(out, lse, items, index, item, HEADS, TILES)
+            _merge_segment(out, lse, items.states, index, item, HEADS, TILES)
 
 
-@triton.jit(do_not_specialize=["first_state", "first_part"])
+@triton.jit
 def _paged_decode_attention_kernel(
     out_ptr, stride_out_row, stride_out_head,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM]
     lse_ptr, stride_lse_row, stride_lse_head,  # [num_reqs * QUERY_LEN, q_heads] fp32, or None
@@ -754,7 +563,6 @@ def _paged_decode_attention_kernel(
     visited_ptr,  # [num_reqs, NUM_KV_HEADS, row_width] uint8, contiguous, or None
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     num_items_ptr,  # [1] int32
-    prefixes_ptr, first_state, first_part,  # see Prefixes
     q_ptr, stride_q_row, stride_q_head,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM]
     k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat; two codes in each int16
     k_scale_ptr, v_scale_ptr,  # float32, flat, or None
@@ -774,7 +582,7 @@ def _paged_decode_attention_kernel(
     PRECISION: tl.constexpr,
     CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # see Cache
     MERGE_ROWS: tl.constexpr, LOADED_STATES: tl.constexpr, EARLY: tl.constexpr,  # see Tiles
-    DETERMINISTIC: tl.constexpr, PREFIX_ROWS: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
     """Grid (num_programs,): one item each, IN_ROUNDS every num_programs-th. Unit last strides."""
@@ -788,11 +596,9 @@ def _paged_decode_attention_kernel(
     )
     TILES: tl.constexpr = Tiles(
         TILE_ROWS, TILE_TOKENS, TILE_DIM, PRECISION, MERGE_ROWS, LOADED_STATES, EARLY,
-        DETERMINISTIC, PREFIX_ROWS,
+        DETERMINISTIC,
     )  # fmt: skip
-    states = States(states_ptr, states_lse_ptr, arrivals_ptr)
-    prefixes = Prefixes(prefixes_ptr, first_state, first_part)
-    items = Items(items_ptr, num_items, states, prefixes)
+    items = Items(items_ptr, num_items, States(states_ptr, states_lse_ptr, arrivals_ptr))
     out = HeadRows(out_ptr, stride_out_row, stride_out_head)
     lse = HeadRows(lse_ptr, stride_lse_row, stride_lse_head)
     q = HeadRows(q_ptr, stride_q_row, stride_q_head)
@@ -873,16 +679,14 @@ def paged_decode_attention(
             without windows, ``paged_prefill_attention`` computes the same bits.
         plan: the plan that ``plan_decode_attention`` wrote for these ``seq_lens``, which saves a
             launch in every layer; None = made here. It decides the cuts: ``num_kv_splits`` must
-            then be None, and ``deterministic=True`` needs a deterministic plan. If it
-            ``shares_prefixes``, it was made for this ``block_table``, which has not changed in
-            the shared columns. For that and ``read_early`` see ``DecodePlan.allocate``.
+            then be None, and ``deterministic=True`` needs a deterministic plan. For its
+            ``read_early`` see ``DecodePlan.allocate``.
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled, capped scores and the head's logit sink.
         scales: of an fp8 cache, else None. The scales of pages that are not read may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
-            where a head reads the page in a column, untouched elsewhere; None with a plan that
-            shares prefixes.
+            where a head reads the page in a column, untouched elsewhere.
 
     Returns:
         ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
@@ -930,8 +734,6 @@ def paged_decode_attention(
         plan_decode_attention(seq_lens, layout, plan)
     else:
         check_plan(plan, seq_lens, layout, num_q_heads=q.shape[1], query_len=query_len)
-    if plan.sharers and visited is not None:
-        raise ValueError("visited: expected None with a plan that shares prefixes, got a tensor")
     rows = plan.query_len * (q.shape[1] // layout.num_kv_heads)
     tile_dim = triton.next_power_of_2(layout.head_dim)
     if scales is not None:
@@ -942,17 +744,11 @@ def paged_decode_attention(
     num_programs = min(plan.max_items, max(MAX_PROGRAMS, 2 * num_reqs * layout.num_kv_heads))
     in_rounds = plan.max_items > num_programs
     overlap = overlap_options(q.device)
-    is_plain = not in_rounds and not plan.sharers  # early reads of shared prefixes: not measured
-    early = plan.read_early and overlap["OVERLAP"] and is_plain
+    early = plan.read_early and overlap["OVERLAP"] and not in_rounds
     states = (plan.states, plan.states_lse, plan.arrivals) if plan.may_split else (None,) * 3
-    prefixes: tuple[torch.Tensor | None, int, int] = None, 0, 0
-    if plan.sharers:
-        first_part = plan.max_items + 2 * num_reqs * layout.num_kv_heads
-        prefixes = plan.prefixes, plan.max_items, first_part
     launch_kernel(
         _paged_decode_attention_kernel, (num_programs,),
         *with_strides(out), *with_strides(lse), *states, visited, plan.items, plan.num_items,
-        *prefixes,
         *with_strides(q), *cache_arguments(k_cache, v_cache, scales, codes=torch.int16),
         table, table.stride(0), table.shape[1],
         layout.head_base, layout.block_stride, layout.token_stride,
@@ -960,7 +756,6 @@ def paged_decode_attention(
         NUM_KV_HEADS=layout.num_kv_heads, QUERY_LEN=plan.query_len, IN_ROUNDS=in_rounds,
         TILE_ROWS=padded_rows(rows), TILE_TOKENS=config.tile_tokens, TILE_DIM=tile_dim,
         EARLY=early, DETERMINISTIC=plan.deterministic,
-        PREFIX_ROWS=plan.prefix_rows,
         **merge_tile(rows, tile_dim, plan.deterministic),
         **attention_constexprs(q, layout, scales), **config.launch_options(), **overlap,
     )  # fmt: skip

@@ -41,24 +41,6 @@ LONG_PIECE = 1 << 20
 """Bytes of K and V from which on a piece is long, and halved where there are many segments. On an
 H200, halving from 1 MiB on is 0 to 6% faster, from 512 KiB on 3 to 6% slower."""
 
-MIN_PREFIX = 256
-"""Fewest tokens of a shared prefix, all of which are compared by the block that ends them."""
-MAX_PREFIX_PIECES = 16
-"""Most pieces of a shared prefix, which one program merges for all rows."""
-MIN_PREFIX_PIECE = 256
-"""Fewest keys of such a piece, so that a short prefix takes more time than its merge."""
-MIN_SHARING = 0.75
-"""Fewest segments, in programs that run at the same time, of a plan that shares prefixes. On an
-H200 a layer of 64 requests with 1,984 shared and 216 own tokens takes 43.3 us instead of 82.7, and
-without shared blocks as long as before. Fewer requests leave most programs idle while a few read
-the prefix: 16 requests with 1,024 and 200 tokens take 23.5 us instead of 16.5."""
-MIN_SAVED = 64 << 20
-"""Fewest bytes of K and V that a layer must not read again, or nothing is shared. With twice as
-many, 64 requests with 512 shared and 200 own tokens take 4% less time (H200)."""
-APART, BEHIND, PREFIX = 0, 1, 2
-"""Kinds of items: of keys that only one request reads, whether or not its first keys are in a
-shared prefix, and of a shared prefix."""
-
 
 class Item(NamedTuple):
     """A range of the keys that one KV head of one request sees: host ints, or tensors in kernels.
@@ -80,7 +62,6 @@ class Item(NamedTuple):
     ring_blocks: Any
     seq_len: Any
     piece: Any  # index of this piece in its segment
-    kind: Any  # APART, BEHIND or PREFIX, whose req leads the requests that read it
 
 
 def first_key(piece: int) -> int:
@@ -247,30 +228,11 @@ class DecodePlan:
     num_items: torch.Tensor
     """[1] int32: the number of items."""
     states: torch.Tensor
-    """[slots, rows, head_dim] float32 scratch: partial results; empty unless ``may_split``. A slot
-    for each item; with ``sharers`` then two for each segment, then ``prefix_rows`` rows for each
-    of ``programs`` items of shared prefixes."""
+    """[max_items, rows, head_dim] float32 scratch: partial results; empty unless ``may_split``."""
     states_lse: torch.Tensor
-    """[slots, rows] float32 scratch: their log-sum-exps, to base 2."""
+    """[max_items, rows] float32 scratch: their log-sum-exps, to base 2."""
     arrivals: torch.Tensor
-    """[max_items] int32: stored pieces of a group; 0 between launches; empty like ``states``. With
-    ``sharers`` then ``rows`` for each segment."""
-    sharers: int
-    """Most requests that read a shared prefix together; 0 = each request reads all its keys."""
-    min_prefix_piece: int
-    """Fewest tiles of a piece of a shared prefix that is divided."""
-    min_saved: int
-    """Fewest tiles that sharing must save, over all segments."""
-    prefix_rows: int
-    """Query rows of an item of a shared prefix; 0 without ``sharers``."""
-    min_prefix: int
-    """Fewest tokens of a shared prefix."""
-    programs: int
-    """Programs that run at the same time: a bound on the pieces of all shared prefixes."""
-    prefixes: torch.Tensor
-    """[max_reqs, 2 + sharers] int32: of each request the request that leads those with which it
-    shares a prefix, and the prefix's tiles; of each leader the requests, -1 behind the last.
-    Empty without ``sharers``."""
+    """[max_items] int32: stored pieces of a group; 0 between launches; empty like ``states``."""
     read_early: bool
     """Whether attention may read plan, block table and layout before the previous kernel's end."""
 
@@ -287,7 +249,6 @@ class DecodePlan:
         page_format: PageFormat | None = None,
         num_kv_splits: int | None = None,
         deterministic: bool = False,
-        shares_prefixes: bool = False,
         read_early: bool = False,
     ) -> DecodePlan:
         """Return buffers that hold any plan of these shapes, on the layout's device.
@@ -302,18 +263,11 @@ class DecodePlan:
             page_format: how the cache stores values; None = as they are, like the queries.
             num_kv_splits: as in ``paged_decode_attention``.
             deterministic: as in ``paged_decode_attention``.
-            shares_prefixes: whether requests whose rows of the block table begin with the same
-                blocks read these once for several of them: as many as have ``prefix_rows`` query
-                rows of a KV head, for heads without windows. ``plan_decode_attention`` looks for
-                them in the table. No effect with ``num_kv_splits`` or ``deterministic``, whose
-                cuts do not depend on other requests; where two requests have more rows; and
-                with few segments (``MIN_SHARING``), whose programs have time to read.
             read_early: whether attention may read plan, block table and layout while the previous
                 launch still runs. The caller promises that the previous launch, wherever the plan
                 is used, writes none of the three and lets the next one start only after its own
                 wait for earlier launches: ``qkv_cache_write`` does, ``linear`` does not. Saves 0.5
-                to 0.9 us a layer with short contexts (H200); no effect without overlap, or in a
-                plan of shared prefixes.
+                to 0.9 us a layer with short contexts (H200); no effect without overlap.
 
         Raises:
             ValueError: options out of range or in conflict, or more segments than a plan holds.
@@ -344,12 +298,6 @@ class DecodePlan:
         )
         if deterministic:
             config = _deterministic(config, layout, product_dtype, info)
-        programs = config.programs_per_sm * info.num_sms
-        sharers, prefix_rows = 0, prefix_item_rows(config, layout.head_dim, product_dtype)
-        has_own_cuts = deterministic or num_kv_splits is not None
-        pays = segments >= MIN_SHARING * programs
-        if shares_prefixes and pays and not has_own_cuts and max_keys > MIN_PREFIX:
-            sharers = _most_sharers(max_reqs, prefix_rows // rows, layout)
         max_tiles = max(1, cdiv(max_keys, config.tile_tokens))
         key_bytes, long_piece = 2 * page_format.vector_bytes(layout.head_dim), LONG_PIECE
         if deterministic:
@@ -363,6 +311,7 @@ class DecodePlan:
             max_pieces = min(num_kv_splits, max_tiles)
             max_items = most_items = fine_items = segments * max_pieces
         else:
+            programs = config.programs_per_sm * info.num_sms
             most_items = programs if segments <= programs else segments + programs // 2
             is_many = 8 * segments > programs
             fine_items = 2 * programs if is_many and segments <= programs else most_items
@@ -378,13 +327,8 @@ class DecodePlan:
             # cost long segments at most an eighth of the items, and spare items start programs.
             spare = min(segments - 1, programs) if is_many else 0
             max_items = min(fine_items + spare, segments * max_pieces)
-            if sharers:  # at worst pairs share, and all is left whole
-                max_items = max(max_items, segments + max_reqs // 2 * len(layout.full_heads))
         may_split = max_items > segments
-        num_states = num_arrivals = max_items if may_split else 0
-        if sharers:
-            num_states += 2 * segments + cdiv(programs * prefix_rows, rows)
-            num_arrivals += segments * rows
+        num_states = max_items if may_split else 0
         return cls(
             config=config,
             max_reqs=max_reqs, num_kv_heads=num_kv_heads, num_q_heads=num_q_heads,
@@ -396,32 +340,9 @@ class DecodePlan:
             num_items=torch.empty(1, dtype=torch.int32, device=device),
             states=torch.empty(num_states, rows, layout.head_dim, device=device),
             states_lse=torch.empty(num_states, rows, device=device),
-            arrivals=torch.empty(num_arrivals, dtype=torch.int32, device=device),
-            sharers=sharers, prefix_rows=prefix_rows if sharers else 0,
-            min_prefix=MIN_PREFIX, min_saved=MIN_SAVED // (key_bytes * config.tile_tokens),
-            min_prefix_piece=max(1, MIN_PREFIX_PIECE // config.tile_tokens), programs=programs,
-            prefixes=torch.empty(
-                max_reqs if sharers else 0, 2 + sharers, dtype=torch.int32, device=device
-            ),
+            arrivals=torch.empty(num_states, dtype=torch.int32, device=device),
             read_early=read_early,
         )  # fmt: skip
-
-
-def prefix_item_rows(config: DecodeAttentionConfig, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the query rows of an item of a shared prefix; ``dtype`` as in ``default_for``.
-
-    As many as fit the registers of ``programs_per_sm``: at best 16 for each warp, a product's.
-    """
-    if dtype == torch.float32:
-        return 4 * config.num_warps
-    return (16 if dtype.itemsize == 2 and head_dim <= 128 else 8) * config.num_warps
-
-
-def _most_sharers(max_reqs: int, sharers: int, layout: KVLayout) -> int:
-    """Return how many requests read a prefix together: ``sharers``, or 0 where none can."""
-    shares = sharers > 1 and max_reqs > 1 and len(layout.full_heads) > 0
-    segments = padded_reqs(2 * max_reqs) * next_power_of_2(layout.num_kv_heads)
-    return sharers if shares and segments <= MAX_SEGMENTS else 0
 
 
 def _deterministic(
@@ -472,18 +393,3 @@ def check_plan(
     for name, device in (("layout", layout.head_base.device), ("plan", plan.items.device)):
         if device != seq_lens.device:
             raise ValueError(f"{name}: expected device {seq_lens.device}, got {device}")
-
-
-def check_plan_table(
-    plan: DecodePlan, block_table: torch.Tensor | None, layout: KVLayout
-) -> torch.Tensor | None:
-    """Return the table in which a plan looks for shared prefixes, a row per request; or None."""
-    if not plan.sharers:
-        return None
-    if block_table is None:
-        raise ValueError("block_table: expected a table with shares_prefixes=True, got None")
-    check_tensor(
-        "block_table", block_table, shape=(None, None), dtype=torch.int32,
-        device=plan.items.device, unit_last_stride=True,
-    )  # fmt: skip
-    return layout.table_rows(block_table, plan.max_reqs)

@@ -19,9 +19,6 @@ so a captured graph serves any lengths. A deterministic plan cuts long segments 
 leaves the others whole: their one program folds the same pieces. One plan serves all layers of the
 same roles.
 
-With ``shares_prefixes``, the keys that several requests read from the same pages are segments of
-their own, which come first: see ``prefixes``. The requests' segments begin behind them.
-
 Source: FlashInfer (arXiv:2501.01005) for a plan apart from the run, there made on the host;
 Stream-K (arXiv:2301.03598) for equal shares over the device.
 """
@@ -36,19 +33,13 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.attention.decode.plan import (
-    APART,
-    BEHIND,
     ITEM_FIELDS,
-    MAX_PREFIX_PIECES,
     PIECE_TOKENS,
-    PREFIX,
     DecodePlan,
     Item,
     check_plan,
-    check_plan_table,
     padded_reqs,
 )
-from mrv1.kernels.attention.decode.prefixes import find_prefixes
 from mrv1.kernels.attention.online_softmax import visible_range
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.scale_arguments import role_arguments
@@ -57,8 +48,6 @@ REQS_PER_PROGRAM = 4  # requests whose items one program lists
 
 _INTERPRETED = tl.constexpr(INTERPRET)
 _ITEM_FIELDS = tl.constexpr(ITEM_FIELDS)
-_MAX_PREFIX_PIECES = tl.constexpr(MAX_PREFIX_PIECES)
-_APART, _BEHIND, _PREFIX = tl.constexpr(APART), tl.constexpr(BEHIND), tl.constexpr(PREFIX)
 
 
 @triton.jit
@@ -171,28 +160,7 @@ def _cut(tiles, size, PIECE_TILES: tl.constexpr):
     return pieces
 
 
-@triton.jit
-def _unshared(tiles, shared, is_prefix, leads, window):
-    """Return the tiles of segments, or of the prefixes that their requests lead.
-
-    Heads with a window share nothing.
-    """
-    shared = tl.where(window < 0, shared, 0)
-    return tl.where(is_prefix, tl.where(leads, shared, 0), tiles - shared)
-
-
-@triton.jit
-def _prefix_pieces(tiles, pieces, most_pieces, MIN_PIECE: tl.constexpr):
-    """Return the pieces of shared prefixes that would have ``pieces``: at least one, if any."""
-    return tl.minimum(pieces, tl.maximum(tl.minimum(most_pieces, tiles // MIN_PIECE), 1))
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_reqs", "num_kinds", "max_items", "most_items", "fine_items", "num_programs",
-        "min_saved",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_reqs", "num_kinds", "max_items", "most_items", "fine_items"])
 def _plan_decode_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     num_items_ptr,  # [1] int32
@@ -203,17 +171,12 @@ def _plan_decode_kernel(
     max_items,  # rows of items_ptr
     most_items,  # of equal shares, short segments counted by their tiles; see DecodePlan
     fine_items,  # the same bound where pieces would have LONG_TILES or more
-    prefixes_ptr,  # [num_reqs, 2 + SHARERS] int32, see DecodePlan, or None: no shared prefixes
-    num_programs,  # most items of shared prefixes that are pieces
-    min_saved,  # fewest tiles that sharing must save
     NUM_KV_HEADS: tl.constexpr, QUERY_LEN: tl.constexpr, TILE_TOKENS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,  # whether windows hide keys from items
     NUM_SPLITS: tl.constexpr,  # pieces of the longest segment; 0 = equal shares
     PIECE_TILES: tl.constexpr,  # tiles of the first fixed pieces; 0 = see NUM_SPLITS
     MIN_TILES: tl.constexpr,  # fewest of a piece, with equal shares
     LONG_TILES: tl.constexpr,  # fewest of a long piece
-    SHARERS: tl.constexpr,  # most requests that share a prefix; 0 = none do
-    MIN_PIECE: tl.constexpr,  # fewest tiles of a piece of a shared prefix
     ALL_REQS: tl.constexpr, ALL_KINDS: tl.constexpr,  # powers of two >= num_reqs, num_kinds
     TILE_REQS: tl.constexpr, TILE_HEADS: tl.constexpr,  # powers of two, heads >= NUM_KV_HEADS
     TILE_PIECES: tl.constexpr,  # power of two
@@ -224,8 +187,6 @@ def _plan_decode_kernel(
     Every program computes the piece size for itself, once for the heads of a kind, and counts the
     items before its own: a few sums over the requests, in registers. Then the programs of a row
     take turns at TILE_PIECES pieces of each segment. Items are ordered by request, head and piece.
-    With SHARERS, "requests" are first the prefixes that each may lead, then what each reads alone:
-    twice as many for the grid and ALL_REQS.
     """
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -234,24 +195,10 @@ def _plan_decode_kernel(
     first_req = tl.program_id(0) * TILE_REQS
     segment = tl.arange(0, TILE_REQS * TILE_HEADS)
     req, head = first_req + segment // TILE_HEADS, segment % TILE_HEADS
-    is_prefix, is_any_prefix = False, False
     all_reqs = tl.arange(0, ALL_REQS)
-    num_rows = num_reqs
-    if SHARERS:
-        is_prefix, is_any_prefix = req < num_reqs, all_reqs < num_reqs
-        num_rows = 2 * num_reqs
-    is_segment = (req < num_rows) & (head < NUM_KV_HEADS)
-    is_req = all_reqs < num_rows
+    is_segment = (req < num_reqs) & (head < NUM_KV_HEADS)
+    is_req = all_reqs < num_reqs
     is_before = (all_reqs < first_req)[None, :]
-    if SHARERS:
-        req = tl.where(is_prefix, req, req - num_reqs)
-        all_reqs = tl.where(is_any_prefix, all_reqs, all_reqs - num_reqs)
-        prefix_ptr = prefixes_ptr + req * (2 + SHARERS)
-        leader = tl.load(prefix_ptr, mask=is_segment, other=-1)
-        shared = tl.load(prefix_ptr + 1, mask=is_segment, other=0)
-        prefix_ptr = prefixes_ptr + all_reqs * (2 + SHARERS)
-        all_leaders = tl.load(prefix_ptr, mask=is_req, other=-1)
-        all_shared = tl.load(prefix_ptr + 1, mask=is_req, other=0)
     seq_len = tl.load(seq_lens_ptr + req, mask=is_segment, other=0)
     window = tl.load(window_ptr + head, mask=is_segment, other=-1)
     sink = tl.load(sink_ptr + head, mask=is_segment, other=0)
@@ -269,20 +216,6 @@ def _plan_decode_kernel(
         all_lens[None, :], kind_window[:, None], kind_sink[:, None],
         QUERY_LEN, TILE_TOKENS, HAS_WINDOW,
     )  # fmt: skip
-    if SHARERS:
-        is_saved = tl.where(all_leaders == all_reqs, 0, all_shared)  # what others do not read
-        saved = tl.where(
-            (kind_window < 0)[:, None] & ~is_any_prefix[None, :],  # type: ignore[index]
-            is_saved[None, :],
-            0,
-        )
-        pays = tl.sum(saved * heads) >= min_saved
-        shared, all_shared = tl.where(pays, shared, 0), tl.where(pays, all_shared, 0)
-        all_tiles = _unshared(
-            all_tiles, all_shared[None, :], is_any_prefix[None, :],  # type: ignore[index]
-            (all_leaders == all_reqs)[None, :], kind_window[:, None],
-        )  # fmt: skip
-        heads = tl.where(all_tiles > 0, heads, 0)
     all_tiles = tl.where(heads > 0, all_tiles, 0)
     if PIECE_TILES:
         size = tl.maximum(tl.sum(heads * all_tiles) // most_items, MIN_TILES)  # longer: cut
@@ -293,35 +226,16 @@ def _plan_decode_kernel(
             all_tiles, heads, max_items, most_items, fine_items, MIN_TILES, LONG_TILES
         )
     all_pieces = _cut(all_tiles, size, PIECE_TILES)
-    all_are_short = _is_short(all_tiles, size) & EQUAL
-    if SHARERS:
-        num_prefixes = tl.sum(tl.where(is_any_prefix[None, :], heads, 0))  # type: ignore[index]
-        most_pieces = tl.minimum(num_programs // tl.maximum(num_prefixes, 1), _MAX_PREFIX_PIECES)
-        fewer = _prefix_pieces(all_tiles, all_pieces, most_pieces, MIN_PIECE)
-        all_pieces = tl.where(is_any_prefix[None, :], fewer, all_pieces)  # type: ignore[index]
-        # Prefixes come first.
-        all_are_short = all_are_short & ~is_any_prefix[None, :]  # type: ignore[index]
-    all_short = tl.where(all_are_short, heads, 0)
+    all_short = tl.where(_is_short(all_tiles, size) & EQUAL, heads, 0)
     all_long = heads * all_pieces - all_short
     long_before = tl.where(is_before, all_long, 0)
     num_long, num_short, long_before = _sums(all_long, all_short, long_before)
     short_before = tl.sum(tl.where(is_before, all_short, 0))
 
     tiles = _segment_tiles(seq_len, window, sink, QUERY_LEN, TILE_TOKENS, HAS_WINDOW)
-    skipped = tl.zeros_like(tiles)  # tiles of a prefix that other items read
-    if SHARERS:
-        tiles = _unshared(tiles, shared, is_prefix, leader == req, window)
-        skipped = tl.where(is_prefix | (window >= 0), 0, shared)
     tiles = tl.where(is_segment, tiles, 0)
     pieces = _cut(tiles, size, PIECE_TILES)
     is_short = _is_short(tiles, size) & is_segment & EQUAL
-    item_kind = tl.full(tiles.shape, _APART, tl.int32)
-    if SHARERS:
-        fewer = _prefix_pieces(tiles, pieces, most_pieces, MIN_PIECE)
-        pieces = tl.where(is_prefix, fewer, pieces)
-        is_short = is_short & ~is_prefix
-        item_kind = tl.where(skipped > 0, _BEHIND, item_kind)
-        item_kind = tl.where(is_prefix, _PREFIX, item_kind)
     long = tl.where(is_short, 0, pieces)
     first_item = tl.where(
         is_short,
@@ -334,8 +248,6 @@ def _plan_decode_kernel(
     sink_end, start, num_visible = visible_range(
         seq_len - QUERY_LEN, seq_len, window, sink, HAS_WINDOW
     )
-    if SHARERS:
-        num_visible = tl.where(is_prefix, tiles * TILE_TOKENS, num_visible)
     share = tiles // tl.maximum(pieces, 1)
     longer = tiles - share * pieces  # the first ``longer`` pieces have one tile more
     none = tl.zeros([TILE_REQS * TILE_HEADS, TILE_PIECES], tl.int32)
@@ -353,8 +265,8 @@ def _plan_decode_kernel(
         items = Item(
             req=req[:, None] + none,
             head=head[:, None] + none,
-            first_work=(skipped[:, None] + first_tile) * TILE_TOKENS,
-            end_work=tl.minimum((skipped[:, None] + end_tile) * TILE_TOKENS, num_visible[:, None]),
+            first_work=first_tile * TILE_TOKENS,
+            end_work=tl.minimum(end_tile * TILE_TOKENS, num_visible[:, None]),
             pieces=pieces[:, None] + none,
             sink_end=sink_end[:, None] + none if HAS_WINDOW else none,
             start=start[:, None] + none if HAS_WINDOW else none,
@@ -364,7 +276,6 @@ def _plan_decode_kernel(
             sink=sink[:, None] + none,
             ring_blocks=ring_blocks[:, None] + none,
             piece=piece,
-            kind=item_kind[:, None] + none,
         )
         item = first_item[:, None] + piece
         is_item = (piece < pieces[:, None]) & (item < max_items)  # no write past the buffer
@@ -374,21 +285,13 @@ def _plan_decode_kernel(
             tl.store(arrivals_ptr + item, 0, mask=is_item)
 
 
-def plan_decode_attention(
-    seq_lens: torch.Tensor,
-    layout: KVLayout,
-    plan: DecodePlan,
-    *,
-    block_table: torch.Tensor | None = None,
-) -> None:
+def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: DecodePlan) -> None:
     """Write, on the device, which program attends to which keys in ``paged_decode_attention``.
 
     Args:
         seq_lens: ``[plan.max_reqs]`` int32, tokens including the queries; 0 = padding row.
         layout: the head roles that the attention will be launched with.
-        plan: ``items``, ``num_items`` and ``prefixes`` are *written*, ``arrivals`` are zeroed.
-        block_table: that the attention will be launched with, where the plan ``shares_prefixes``;
-            else it is not read. A shared prefix ends before a page of -1.
+        plan: ``items`` and ``num_items`` are *written*, the items' ``arrivals`` are zeroed.
 
     Raises:
         TypeError: a wrong dtype.
@@ -399,21 +302,16 @@ def plan_decode_attention(
         Tier A: the items equal the oracle's bit for bit.
 
     Stream:
-        One launch on the current stream, and one before it if the plan ``shares_prefixes``; grids
-        from shapes alone: CUDA-graph safe.
+        One launch on the current stream, its grid from shapes alone: CUDA-graph safe.
 
     Source:
         arXiv:2501.01005 and arXiv:2301.03598.
     """
     check_plan(plan, seq_lens, layout)
-    table = check_plan_table(plan, block_table, layout)
     check_launchable("seq_lens", seq_lens)
     if plan.max_items == 0:
         return
-    if table is not None:
-        find_prefixes(seq_lens, table, layout, plan)
-    num_rows = plan.max_reqs if table is None else 2 * plan.max_reqs
-    all_reqs = padded_reqs(num_rows)
+    all_reqs = padded_reqs(plan.max_reqs)
     num_kinds = layout.kinds.shape[0]
     all_kinds = triton.next_power_of_2(num_kinds)
     tile_heads = triton.next_power_of_2(plan.num_kv_heads)
@@ -422,21 +320,19 @@ def plan_decode_attention(
     else:
         tile_reqs, tile_pieces = REQS_PER_PROGRAM, pieces_per_program(tile_heads)
         num_sms = device_info(seq_lens.device).num_sms
-    rows = triton.cdiv(num_rows, tile_reqs)
+    rows = triton.cdiv(plan.max_reqs, tile_reqs)
     columns = max(1, min(num_sms // rows, triton.cdiv(plan.max_pieces, tile_pieces)))
     launch_kernel(
         _plan_decode_kernel, (rows, columns),
         plan.items, plan.num_items, plan.arrivals if plan.may_split else None,
         seq_lens, plan.max_reqs, layout.kinds, num_kinds, *role_arguments(layout),
         plan.max_items, plan.most_items, plan.fine_items,
-        None if table is None else plan.prefixes, plan.programs, plan.min_saved,
         NUM_KV_HEADS=plan.num_kv_heads, QUERY_LEN=plan.query_len,
         TILE_TOKENS=plan.config.tile_tokens,
         HAS_WINDOW=layout.has_window and not layout.visits_masked,
         NUM_SPLITS=plan.num_kv_splits or 0,
         PIECE_TILES=PIECE_TOKENS // plan.config.tile_tokens if plan.deterministic else 0,
-        MIN_TILES=plan.config.min_tiles, LONG_TILES=plan.long_tiles, SHARERS=plan.sharers,
-        MIN_PIECE=plan.min_prefix_piece,
+        MIN_TILES=plan.config.min_tiles, LONG_TILES=plan.long_tiles,
         ALL_REQS=all_reqs, ALL_KINDS=all_kinds,
         TILE_REQS=tile_reqs, TILE_HEADS=tile_heads, TILE_PIECES=tile_pieces,
         num_warps=plan_warps(all_reqs * all_kinds), **overlap_options(seq_lens.device),
