@@ -397,7 +397,6 @@ WAITING_FILES = {
 WAITING_FUNCTIONS = {
     "models.parallel:ParallelContext.least": "start-up, before the first step",
     "models.parallel:ParallelContext.union": "start-up, before the first step",
-    "models.quantization.compressed_tensors:_order_problem": "start-up or between steps",
     "models.quantization.compressed_tensors:_shape_problem": "start-up or between steps",
     "models.quantization.formats:scale_problem": "start-up or between steps",
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",

@@ -7,12 +7,7 @@ each stored tensor of a module. Imports go from ``reading`` to the families, to 
 ``formats``.
 """
 
-from mrv1.models.quantization.formats import (
-    ModuleFormat,
-    ModulePart,
-    shared_rows,
-    zero_problem,
-)
+from mrv1.models.quantization.formats import ModuleFormat, ModulePart, shared_rows, zero_problem
 from mrv1.models.quantization.gguf import GGUFBlocks
 from mrv1.models.quantization.mxfp4 import MXFP4
 from mrv1.models.quantization.online import OnlineFP8

@@ -30,11 +30,13 @@ from mrv1.models.quantization.formats import (
     ModuleFormat,
     ModulePart,
     checked_place,
+    codes_place,
     group_slice,
     no_problem,
     scale_place,
     scale_problem,
 )
+from mrv1.models.quantization.packing import order_place
 from mrv1.models.quantization.scheme import Quantization, stored_name
 from mrv1.models.quantization.settings import Settings, pattern
 
@@ -90,7 +92,7 @@ class CompressedFormat(ModuleFormat):
         if self.has_zeros:
             places["weight_zero_point"] = self._zeros(part, weight)
         if weight.order is not None:
-            places["weight_g_idx"] = _order_place(part, weight.order, self.inputs)
+            places["weight_g_idx"] = order_place(part, weight.order, self.inputs)
         for name in self.input_tensors:
             is_scale = name.endswith("scale")
             places[name] = checked_place(
@@ -98,13 +100,7 @@ class CompressedFormat(ModuleFormat):
                 problem=scale_problem if is_scale else no_problem,
             )  # fmt: skip
         if not self.packed_bits:
-            places["weight"] = Place(
-                target=weight.codes,
-                shape=part.shape,
-                part=(part.rows, part.inputs),
-                dtypes=(weight.codes.dtype,),
-                module=part.name,
-            )
+            places["weight"] = codes_place(part, weight)
             return places
         places["weight_shape"] = checked_place(
             part, (2,), dtypes=(torch.int64, torch.int32),
@@ -157,35 +153,6 @@ class CompressedFormat(ModuleFormat):
             problem=no_problem,
             module=part.name,
         )
-
-
-def _order_place(part: ModulePart, order: torch.Tensor, group_size: int) -> Place:
-    num_in = part.shape[1]
-    return Place(
-        target=order,
-        shape=(num_in,),
-        part=(slice(0, num_in),),
-        dtypes=(torch.int32,),
-        convert=_order_of,
-        is_one=True,
-        problem=partial(_order_problem, num_in=num_in, group_size=group_size),
-        module=part.name,
-    )
-
-
-def _order_of(group_of_input: torch.Tensor) -> torch.Tensor:
-    """Return the inputs, group by group."""
-    return group_of_input.argsort(stable=True)
-
-
-def _order_problem(group_of_input: torch.Tensor, *, num_in: int, group_size: int) -> str | None:
-    """Say what is wrong with the groups of the inputs: each has ``group_size`` inputs."""
-    num_groups = num_in // group_size
-    inside = (group_of_input >= 0) & (group_of_input < num_groups)
-    counts = torch.bincount(group_of_input[inside].long(), minlength=num_groups)
-    if bool(inside.all()) and bool((counts == group_size).all()):
-        return None
-    return f"expected {group_size} inputs in each of {num_groups} groups, got {counts.tolist()}"
 
 
 def _shape_problem(values: torch.Tensor, *, shape: tuple[int, int]) -> str | None:
@@ -296,10 +263,7 @@ def read_compressed_tensors(
         if each.startswith("re:"):
             pattern(config.name, each[3:])
     return CompressedTensors(
-        targets=tuple(targets.items()),
-        groups=tuple(formats),
-        ignore=ignore,
-        prefix=prefix,
+        targets=tuple(targets.items()), groups=tuple(formats), ignore=ignore, prefix=prefix
     )
 
 

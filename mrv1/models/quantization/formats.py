@@ -148,6 +148,17 @@ def shared_rows(formats: Sequence[ModuleFormat], sizes: Sequence[int], *, is_cut
     return gcd(*rows, *sizes)
 
 
+def codes_place(part: ModulePart, weight: QuantizedWeight) -> Place:
+    """Return the place of codes that are stored as they are in memory."""
+    return Place(
+        target=weight.codes,
+        shape=part.shape,
+        part=(part.rows, part.inputs),
+        dtypes=(weight.codes.dtype,),
+        module=part.name,
+    )
+
+
 def scale_place(
     part: ModulePart,
     target: torch.Tensor | None,

@@ -28,6 +28,7 @@ from mrv1.models.quantization.formats import (
     ModuleFormat,
     ModulePart,
     checked_place,
+    codes_place,
     scale_place,
     scale_problem,
 )
@@ -71,13 +72,7 @@ class FP8Format(ModuleFormat):
             places[INPUT_SCALE] = checked_place(
                 part, (1,), dtypes=SCALE_DTYPES, problem=scale_problem
             )
-        places["weight"] = Place(
-            target=weight.codes,
-            shape=part.shape,
-            part=(part.rows, part.inputs),
-            dtypes=(weight.codes.dtype,),
-            module=part.name,
-        )
+        places["weight"] = codes_place(part, weight)
         return places
 
 

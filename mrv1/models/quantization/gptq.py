@@ -38,6 +38,7 @@ from mrv1.models.quantization.packing import (
     ColumnPlace,
     check_shape,
     fields_of_words,
+    order_place,
     scale_columns,
     whole_words,
 )
@@ -79,18 +80,7 @@ class GPTQFormat(ModuleFormat):
         groups, words = group_slice(part, self.inputs), whole_words(part, "rows", fields)
         num_groups = num_in // (self.inputs or num_in)
         return {
-            "g_idx": Place(
-                target=weight.order,
-                shape=(num_in,),
-                part=(slice(0, num_in),),
-                dtypes=(torch.int32, torch.int64),
-                convert=group_order,
-                is_one=True,
-                problem=partial(
-                    groups_problem, num_groups=num_groups, is_plain=not self.has_order
-                ),
-                module=part.name,
-            ),
+            "g_idx": order_place(part, weight.order, self.inputs, is_plain=not self.has_order),
             "scales": scale_columns(part, weight, num_groups, groups),
             "qzeros": own(
                 target=weight.zeros,
@@ -178,10 +168,7 @@ def read_gptq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "mode
 
 
 def _format(
-    config: Settings,
-    version: int,
-    scale_dtype: torch.dtype,
-    default: GPTQFormat | None = None,
+    config: Settings, version: int, scale_dtype: torch.dtype, default: GPTQFormat | None = None
 ) -> GPTQFormat:
     """Return the format that settings describe, or change of ``default``."""
     bits = config.choice("bits", BITS, default and default.bits)
@@ -225,25 +212,6 @@ def gptq_zeros(qzeros: torch.Tensor, *, bits: int, version: int) -> torch.Tensor
     """Return zero points ``[out, groups]`` of ``qzeros``; those of 8 bits are 128 less."""
     words = qzeros + _ONES[bits] if version == 1 else qzeros  # wraps around, as GPTQModel's does
     return _centred(fields_of_words(words, bits), bits).T
-
-
-def group_order(g_idx: torch.Tensor) -> torch.Tensor:
-    """Return the inputs in the order of their groups, ``[in]`` int32."""
-    return torch.argsort(g_idx, stable=True).to(torch.int32)
-
-
-def groups_problem(g_idx: torch.Tensor, *, num_groups: int, is_plain: bool) -> str | None:
-    """Say what is wrong with equal groups of inputs, which are neighbours if ``is_plain``."""
-    size, least, most = len(g_idx) // num_groups, int(g_idx.min()), int(g_idx.max())
-    if least < 0 or most >= num_groups:
-        return f"expected groups from 0 to {num_groups - 1}, got {least} to {most}"
-    counts = torch.bincount(g_idx, minlength=num_groups)
-    if bool((counts != size).any()):
-        group = int((counts != size).nonzero()[0])
-        return f"expected {size} inputs in each group, got {int(counts[group])} in group {group}"
-    if is_plain and bool((g_idx.diff() < 0).any()):
-        return "expected groups of neighbours where desc_act is false, got other groups"
-    return None
 
 
 def _middle_problem(qzeros: torch.Tensor, *, bits: int, version: int) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -92,6 +93,47 @@ def scale_columns(
         problem=scale_problem_of(weight.code),
         module=part.name,
     )
+
+
+def order_place(
+    part: ModulePart, order: torch.Tensor | None, group_size: int, *, is_plain: bool = False
+) -> Place:
+    """Return the place of the group of each input, ``[in]``, which becomes their order.
+
+    Groups have ``group_size`` inputs (0 = all), neighbours if ``is_plain``.
+    """
+    num_in = part.shape[1]
+    return Place(
+        target=order,
+        shape=(num_in,),
+        part=(slice(0, num_in),),
+        dtypes=(torch.int32, torch.int64),
+        convert=group_order,
+        is_one=True,
+        problem=partial(
+            groups_problem, num_groups=num_in // (group_size or num_in), is_plain=is_plain
+        ),
+        module=part.name,
+    )
+
+
+def group_order(g_idx: torch.Tensor) -> torch.Tensor:
+    """Return the inputs in the order of their groups, ``[in]`` int32."""
+    return torch.argsort(g_idx, stable=True).to(torch.int32)
+
+
+def groups_problem(g_idx: torch.Tensor, *, num_groups: int, is_plain: bool) -> str | None:
+    """Say what is wrong with equal groups of inputs, which are neighbours if ``is_plain``."""
+    size, least, most = len(g_idx) // num_groups, int(g_idx.min()), int(g_idx.max())
+    if least < 0 or most >= num_groups:
+        return f"expected groups from 0 to {num_groups - 1}, got {least} to {most}"
+    counts = torch.bincount(g_idx, minlength=num_groups)
+    if bool((counts != size).any()):
+        group = int((counts != size).nonzero()[0])
+        return f"expected {size} inputs in each group, got {int(counts[group])} in group {group}"
+    if is_plain and bool((g_idx.diff() < 0).any()):
+        return "expected groups of neighbours where desc_act is false, got other groups"
+    return None
 
 
 def whole_words(part: ModulePart, name: str, fields: int) -> slice:

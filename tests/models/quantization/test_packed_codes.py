@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.quantization.awq import awq_codes, read_awq
 from mrv1.models.quantization.formats import ModuleFormat, ModulePart
-from mrv1.models.quantization.gptq import gptq_zeros, groups_problem, read_gptq
+from mrv1.models.quantization.gptq import gptq_zeros, read_gptq
 from mrv1.models.quantization.mxfp4 import GROUP, exponent_problem, mxfp4_codes
+from mrv1.models.quantization.packing import groups_problem
 from mrv1.models.quantization.settings import Settings
 from tests.models.quantization import packers
 
