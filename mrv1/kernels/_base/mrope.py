@@ -8,14 +8,10 @@ from mrv1.kernels._base.triton import tl, triton
 @triton.jit
 def load_mrope_positions(
     position_ptr,  # the tokens' positions in time
-    stride_axis,
-    pair,
-    mask,
-    TIME_PAIRS: tl.constexpr,
-    HEIGHT_PAIRS: tl.constexpr,
-    WIDTH_PAIRS: tl.constexpr,
+    stride_axis, pair, mask,
+    TIME_PAIRS: tl.constexpr, HEIGHT_PAIRS: tl.constexpr, WIDTH_PAIRS: tl.constexpr,
     MROPE_INTERLEAVED: tl.constexpr,
-):
+):  # fmt: skip
     """Return the position that turns each pair; see ``mrope_axes`` of ``_base/checks.py``."""
     time = tl.load(position_ptr, mask=mask, other=0)
     height = tl.load(position_ptr + stride_axis, mask=mask, other=0)

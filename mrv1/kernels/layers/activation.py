@@ -23,17 +23,13 @@ from mrv1.kernels.layers.silu import gated
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _silu_and_mul_kernel(
-    out_ptr,  # [num_tokens, num_cols], unit last stride
-    stride_out_token,
-    x_ptr,  # [num_tokens, 2 * num_cols], unit last stride: gate, then up
-    stride_x_token,
-    num_tokens,
-    num_cols,
+    out_ptr, stride_out_token,  # [num_tokens, num_cols], unit last stride
+    x_ptr, stride_x_token,  # [num_tokens, 2 * num_cols], unit last stride: gate, then up
+    num_tokens, num_cols,
     GATED: tl.constexpr,  # a kind of gate
-    TILE_TOKENS: tl.constexpr,
-    TILE_COLS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_COLS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS), cdiv(num_cols, TILE_COLS)): one output tile each."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -125,13 +121,8 @@ def _activate(x: torch.Tensor, out: torch.Tensor | None, kind: Activation) -> to
     config = SiluAndMulConfig.for_interpreter(num_tokens, num_cols) if INTERPRET else _GPU_CONFIG
     grid = (triton.cdiv(num_tokens, config.tile_tokens), triton.cdiv(num_cols, config.tile_cols))
     _silu_and_mul_kernel[grid](
-        *with_strides(out, 1),
-        *with_strides(x, 1),
-        *(num_tokens, num_cols),
-        GATED=GATES[kind],
-        TILE_TOKENS=config.tile_tokens,
-        TILE_COLS=config.tile_cols,
-        num_warps=config.num_warps,
-        **overlap_options(x.device),
-    )
+        *with_strides(out, 1), *with_strides(x, 1), num_tokens, num_cols,
+        GATED=GATES[kind], TILE_TOKENS=config.tile_tokens, TILE_COLS=config.tile_cols,
+        num_warps=config.num_warps, **overlap_options(x.device),
+    )  # fmt: skip
     return out

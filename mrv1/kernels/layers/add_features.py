@@ -20,12 +20,11 @@ def _add_features_kernel(
     stride_feature_rows,
     feature_source_ptr,  # [any] int32
     num_sources_ptr,  # [1] int32
-    num_tokens,
-    hidden_size,
+    num_tokens, hidden_size,
     TILE_TOKENS: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,  # power of two >= hidden_size
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS),): one program adds whole rows."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -64,10 +63,8 @@ def add_features(hidden: torch.Tensor, features: FeatureRows, first_column: int)
     _, stride, source, num_sources = feature_arguments(features)
     tile_tokens = triton.next_power_of_2(len(hidden)) if INTERPRET else 1
     _add_features_kernel[(triton.cdiv(len(hidden), tile_tokens),)](
-        *(hidden, features.rows[:, first_column:], stride, source, num_sources),
-        *(len(hidden), hidden.shape[1]),
-        TILE_TOKENS=tile_tokens,
-        TILE_HIDDEN=triton.next_power_of_2(hidden.shape[1]),
-        num_warps=4,
+        hidden, features.rows[:, first_column:], stride, source, num_sources,
+        len(hidden), hidden.shape[1],
+        TILE_TOKENS=tile_tokens, TILE_HIDDEN=triton.next_power_of_2(hidden.shape[1]), num_warps=4,
         **overlap_options(hidden.device),
-    )
+    )  # fmt: skip

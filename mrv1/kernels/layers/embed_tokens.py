@@ -27,8 +27,7 @@ def _embed_tokens_kernel(
     hidden_ptr,  # [num_tokens, hidden_size], contiguous
     angles_ptr,  # [num_tokens, rotary_dim] float32, contiguous
     input_ids_ptr,  # [num_tokens] int64
-    positions_ptr,  # [num_tokens] int64, or [3, num_tokens] with M-RoPE
-    stride_positions_axis,
+    positions_ptr, stride_positions_axis,  # [num_tokens] int64, or [3, num_tokens] with M-RoPE
     embed_ptr,  # [vocab_size, hidden_size], contiguous
     cos_sin_ptr,  # [max_positions, rotary_dim] float32, contiguous
     feature_rows_ptr,  # [any, at least hidden_size], unit last stride, or None
@@ -38,19 +37,15 @@ def _embed_tokens_kernel(
     first_id,  # of the first row of embed, or None
     num_ids,  # rows of embed
     scale,  # of embeddings, or None
-    num_tokens,
-    hidden_size,
-    rotary_dim,
+    num_tokens, hidden_size, rotary_dim,
     TILE_TOKENS: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,  # power of two >= hidden_size
     TILE_ROTARY: tl.constexpr,  # power of two >= rotary_dim
     TIME_PAIRS: tl.constexpr,  # M-RoPE's section sizes; None = one position
-    HEIGHT_PAIRS: tl.constexpr,
-    WIDTH_PAIRS: tl.constexpr,
-    MROPE_INTERLEAVED: tl.constexpr,
+    HEIGHT_PAIRS: tl.constexpr, WIDTH_PAIRS: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,
     SCALES_FEATURES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS),): one program moves whole rows."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -161,19 +156,12 @@ def embed_tokens(
         return hidden, angles
     tile_tokens = triton.next_power_of_2(len(input_ids)) if INTERPRET else 1
     _embed_tokens_kernel[(triton.cdiv(len(input_ids), tile_tokens),)](
-        *(hidden, angles, input_ids, positions, positions.stride(0), embed, cos_sin),
-        *feature_arguments(features),
-        *(first_id, embed.shape[0], scale),
-        *(len(input_ids), embed.shape[1], cos_sin.shape[1]),
-        TILE_TOKENS=tile_tokens,
-        TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
-        TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]),
-        TIME_PAIRS=time,
-        HEIGHT_PAIRS=height,
-        WIDTH_PAIRS=width,
-        MROPE_INTERLEAVED=mrope_interleaved,
-        SCALES_FEATURES=scales_features,
-        num_warps=4,
-        **overlap_options(device),
-    )
+        hidden, angles, input_ids, positions, positions.stride(0), embed, cos_sin,
+        *feature_arguments(features), first_id, embed.shape[0], scale,
+        len(input_ids), embed.shape[1], cos_sin.shape[1],
+        TILE_TOKENS=tile_tokens, TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
+        TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]), TIME_PAIRS=time, HEIGHT_PAIRS=height,
+        WIDTH_PAIRS=width, MROPE_INTERLEAVED=mrope_interleaved, SCALES_FEATURES=scales_features,
+        num_warps=4, **overlap_options(device),
+    )  # fmt: skip
     return hidden, angles

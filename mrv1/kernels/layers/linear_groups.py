@@ -232,16 +232,13 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["num_tokens", "num_tiles", "num_token_tiles"])
 def _linear_groups_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
     sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
     bias_ptr,  # [num_out] or [2 * num_out], or None
     x_desc,  # [num_tokens, inputs] in boxes [TILE_TOKENS, STEP_IN]
     weight_desc,  # [num_out, inputs] in boxes [TILE_ROWS, STEP_IN]; gated: gates, ups, half of it
-    num_tokens,
-    num_out,
+    num_tokens, num_out,
     num_tiles,  # of all splits
     num_token_tiles,
     SPLITS: gl.constexpr,
@@ -249,7 +246,7 @@ def _linear_groups_kernel(
     PART_STEPS: gl.constexpr,
     IN_TREE: gl.constexpr,  # whether chains are added as a tree, or from the first to the last
     OVERLAP: gl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid: any number of programs; one a multiprocessor runs at a time."""
     dtype: gl.constexpr = x_desc.dtype
     PARKS: gl.constexpr = IN_TREE and PARTS > 2
@@ -320,17 +317,10 @@ def multiply_by_groups(call: LinearCall) -> torch.Tensor | None:
     sums = empty_sums(call, splits)
     parts = call.num_in // order.chain_in // splits
     _linear_groups_kernel[(min(num_tiles * splits, num_programs),)](
-        *with_strides(call.out, 1),
-        sums,
-        *with_strides(call.residual, 1),
-        call.bias,
+        *with_strides(call.out, 1), sums, *with_strides(call.residual, 1), call.bias,
         *describe(call.x, call.weight, is_gated=call.is_gated),
-        *(call.num_tokens, call.num_out, num_tiles * splits, token_tiles),
-        SPLITS=splits,
-        PARTS=parts,
-        PART_STEPS=order.chain_in // STEP_IN.value,
-        IN_TREE=order.leaves > 1,
-        num_warps=4,
-        **overlap_options(call.x.device, worthwhile=False),
-    )
+        call.num_tokens, call.num_out, num_tiles * splits, token_tiles,
+        SPLITS=splits, PARTS=parts, PART_STEPS=order.chain_in // STEP_IN.value,
+        IN_TREE=order.leaves > 1, num_warps=4, **overlap_options(call.x.device, worthwhile=False),
+    )  # fmt: skip
     return sums

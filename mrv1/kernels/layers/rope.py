@@ -77,24 +77,18 @@ def _rotate(heads, turn, INTERLEAVED: tl.constexpr, TILE_HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _apply_rope_kernel(
-    q_ptr,  # [num_tokens, num_q_heads, head_dim], unit last stride, updated
-    stride_q_token,
+    q_ptr, stride_q_token,  # [num_tokens, num_q_heads, head_dim], unit last stride, updated
     stride_q_head,
-    k_ptr,  # [num_tokens, num_kv_heads, head_dim], unit last stride, updated
-    stride_k_token,
+    k_ptr, stride_k_token,  # [num_tokens, num_kv_heads, head_dim], unit last stride, updated
     stride_k_head,
     cos_sin_ptr,  # [max_positions, 2 * num_pairs] float32: cosines, then sines
     positions_ptr,  # [num_tokens] int64
-    num_tokens,
-    num_q_heads,
-    num_kv_heads,
-    num_pairs,
-    INTERLEAVED: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
+    num_tokens, num_q_heads, num_kv_heads, num_pairs,
+    INTERLEAVED: tl.constexpr, TILE_TOKENS: tl.constexpr,
     TILE_Q_HEADS: tl.constexpr,  # power of two >= num_q_heads
     TILE_KV_HEADS: tl.constexpr,  # power of two >= num_kv_heads
     TILE_PAIRS: tl.constexpr,  # power of two >= num_pairs
-):
+):  # fmt: skip
     """Grid (cdiv(num_tokens, TILE_TOKENS),): one program turns all heads of TILE_TOKENS tokens."""
     token = tl.program_id(0).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None, None]
     is_token = token < num_tokens
@@ -172,17 +166,13 @@ def apply_rope(
     else:
         config = RopeConfig.default_for(num_q_heads, rotary_dim)
     _apply_rope_kernel[(triton.cdiv(num_tokens, config.tile_tokens),)](
-        *with_strides(q),
-        *with_strides(k),
-        *(cos_sin, positions),
-        *(num_tokens, num_q_heads, num_kv_heads, rotary_dim // 2),
-        INTERLEAVED=interleaved,
-        TILE_TOKENS=config.tile_tokens,
+        *with_strides(q), *with_strides(k), cos_sin, positions,
+        num_tokens, num_q_heads, num_kv_heads, rotary_dim // 2,
+        INTERLEAVED=interleaved, TILE_TOKENS=config.tile_tokens,
         TILE_Q_HEADS=triton.next_power_of_2(num_q_heads),
         TILE_KV_HEADS=triton.next_power_of_2(num_kv_heads),
-        TILE_PAIRS=triton.next_power_of_2(rotary_dim // 2),
-        num_warps=config.num_warps,
-    )
+        TILE_PAIRS=triton.next_power_of_2(rotary_dim // 2), num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _check(

@@ -38,31 +38,24 @@ from mrv1.kernels.sampling.contracts import BadWords, History, check_bad_words
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
 def _apply_bad_words_kernel(
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
-    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
-    stride_token_ids_slot,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
+    token_ids_ptr, stride_token_ids_slot,  # [max_num_reqs, max_model_len] int32
     num_tokens_ptr,  # [max_num_reqs] int32
     prompt_len_ptr,  # [max_num_reqs] int32
     match_prompt_ptr,  # [max_num_reqs] int32, or None: only output counts
     bad_words_ptr,  # [max_num_reqs, max_words, MAX_LEN] int32, a slot's words contiguous
     stride_bad_words_slot,
-    bad_word_lens_ptr,  # [max_num_reqs, max_words] int32
-    stride_bad_word_lens_slot,
+    bad_word_lens_ptr, stride_bad_word_lens_slot,  # [max_num_reqs, max_words] int32
     num_bad_words_ptr,  # [max_num_reqs] int32
-    draft_token_ids_ptr,  # [num_reqs, max_drafts] int32, or None
-    stride_draft_token_ids_req,
+    draft_token_ids_ptr, stride_draft_token_ids_req,  # [num_reqs, max_drafts] int32, or None
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
-    rows_per_req,
-    max_words,
-    vocab_size,
+    rows_per_req, max_words, vocab_size,
     shard_start,  # first token of the logits; None: they are of the whole vocabulary
-    MAX_LEN: tl.constexpr,
-    TILE_WORDS: tl.constexpr,
+    MAX_LEN: tl.constexpr, TILE_WORDS: tl.constexpr,
     TILE_LEN: tl.constexpr,  # power of two >= MAX_LEN
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_rows, cdiv(max_words, TILE_WORDS)): one program compares a tile of words."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -181,19 +174,12 @@ def apply_bad_words(
     else:
         config = BadWordsConfig.default_for(max_words, max_len)
     _apply_bad_words_kernel[(num_rows, triton.cdiv(max_words, config.tile_words))](
-        *with_strides(logits, 1),
-        *with_strides(history.token_ids, 1),
-        *(history.num_tokens, history.prompt_len, bad_words.bad_words_match_prompt),
-        *with_strides(bad_words.bad_words, 1),
-        *with_strides(bad_words.bad_word_lens, 1),
-        bad_words.num_bad_words,
-        *with_strides(draft_token_ids, 1),
-        *(idx_mapping, ahead),
+        *with_strides(logits, 1), *with_strides(history.token_ids, 1),
+        history.num_tokens, history.prompt_len, bad_words.bad_words_match_prompt,
+        *with_strides(bad_words.bad_words, 1), *with_strides(bad_words.bad_word_lens, 1),
+        bad_words.num_bad_words, *with_strides(draft_token_ids, 1), idx_mapping, ahead,
         1 if draft_token_ids is None else num_rows // draft_token_ids.shape[0],
-        *(max_words, vocab_size, first_token),
-        MAX_LEN=max_len,
-        TILE_WORDS=config.tile_words,
-        TILE_LEN=config.tile_len,
-        num_warps=config.num_warps,
-        **overlap_options(logits.device),
-    )
+        max_words, vocab_size, first_token,
+        MAX_LEN=max_len, TILE_WORDS=config.tile_words, TILE_LEN=config.tile_len,
+        num_warps=config.num_warps, **overlap_options(logits.device),
+    )  # fmt: skip

@@ -223,8 +223,7 @@ def _draw_filtered_group(row, noise, filters, group_max, tiles):
 @triton.jit
 def draw_kernel(
     out_ptr,  # [num_rows] int64
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
     group_max_ptr,  # [num_rows, num_groups] float32
     group_sum_ptr,  # [num_rows, num_groups] float32, *written* where a row filters
     scratch_ptr,  # [num_rows, SampleTokensConfig.scratch_size] float32; None if no row can filter
@@ -235,20 +234,14 @@ def draw_kernel(
     position_ptr,  # [num_rows or slots] int64 or int32
     prompt_len_ptr,  # like position_ptr, subtracted from it; or None
     child_ptr,  # [num_rows or slots] int32; or None
-    vocab_size,
-    num_groups,
+    vocab_size, num_groups,
     top_k_ptr,  # [num_rows or slots] int32, 0 = off; or None
     top_p_ptr,  # [num_rows or slots] float32, 1 = off; or None
     min_p_ptr,  # [num_rows or slots] float32, 0 = off; or None
     GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
-    FEW_GROUPS: tl.constexpr,
-    LANES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    LISTED: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    FEW_GROUPS: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PIVOTS: tl.constexpr, LISTED: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
     shard_size=None,  # ids of a rank; then logits_ptr is a tuple, and maxima and sums are halves
     flag_ptrs=None,  # a tuple, as VocabShards.flags; with shard_size
@@ -256,7 +249,7 @@ def draw_kernel(
     abort_ptr=None,  # [1] int32
     stride_sums_call=0,
     RANK: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (num_rows,): one program draws one row's token.
 
     The launch before starts this one only after its own wait, so results of still earlier kernels

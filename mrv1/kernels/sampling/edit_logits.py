@@ -137,15 +137,11 @@ def _in_shard(token, shard_start):
 
 @triton.jit
 def _count_part(
-    counts_row_ptr,
-    history_ptr,
-    counted,
-    known,
-    prompt_len,
+    counts_row_ptr, history_ptr, counted, known, prompt_len,
     shard_start,  # or None
     part,
     TILE_VOCAB: tl.constexpr,
-):
+):  # fmt: skip
     """Count a history's tokens at positions ``counted`` to ``known`` that are in a part."""
     first_token, end_token, num_tiles = part
     if counted < 0:
@@ -167,15 +163,13 @@ def _count_part(
 
 @triton.jit
 def _penalize_part(
-    logits_row_ptr,
-    counts_row_ptr,
+    logits_row_ptr, counts_row_ptr,
     drafts_ptr,  # or None
-    ahead,
-    penalties,
+    ahead, penalties,
     shard_start,  # or None
     part,
     TILE_VOCAB: tl.constexpr,
-):
+):  # fmt: skip
     """Penalize a part's tokens that have been seen; no other logit is read or written."""
     repetition, frequency, presence = penalties
     first_token, end_token, num_tiles = part
@@ -210,38 +204,27 @@ def _penalize_part(
     do_not_specialize_on_alignment=["idx_mapping_ptr", "ahead_ptr", "draft_token_ids_ptr"],
 )
 def _edit_logits_kernel(
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
-    counts_ptr,  # [max_num_reqs, vocab_size] int32
-    stride_counts_slot,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
+    counts_ptr, stride_counts_slot,  # [max_num_reqs, vocab_size] int32
     counted_ptr,  # [max_num_reqs, MAX_PARTS] int32, contiguous, a slot's columns are equal
-    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
-    stride_token_ids_slot,
+    token_ids_ptr, stride_token_ids_slot,  # [max_num_reqs, max_model_len] int32
     num_tokens_ptr,  # [max_num_reqs] int32
     prompt_len_ptr,  # [max_num_reqs] int32
     edits_ptr,  # [max_num_reqs] int32
-    allowed_mask_ptr,  # [max_num_reqs, cdiv(vocab_size, 32)] int32
-    stride_allowed_mask_slot,
+    allowed_mask_ptr, stride_allowed_mask_slot,  # [max_num_reqs, cdiv(vocab_size, 32)] int32
     min_total_tokens_ptr,  # [max_num_reqs] int32
     stop_token_ids_ptr,  # [max_num_reqs, max_stop_tokens] int32, -1 = none
     stride_stop_token_ids_slot,
-    bias_ids_ptr,  # [max_num_reqs, max_bias] int32
-    stride_bias_ids_slot,
-    bias_values_ptr,  # [max_num_reqs, max_bias] float32
-    stride_bias_values_slot,
+    bias_ids_ptr, stride_bias_ids_slot,  # [max_num_reqs, max_bias] int32
+    bias_values_ptr, stride_bias_values_slot,  # [max_num_reqs, max_bias] float32
     num_bias_ptr,  # [max_num_reqs] int32
     repetition_penalty_ptr,  # [max_num_reqs] float32
     frequency_penalty_ptr,  # [max_num_reqs] float32
     presence_penalty_ptr,  # [max_num_reqs] float32
-    draft_token_ids_ptr,  # [num_reqs, max_drafts] int32, or None
-    stride_draft_token_ids_req,
+    draft_token_ids_ptr, stride_draft_token_ids_req,  # [num_reqs, max_drafts] int32, or None
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     ahead_ptr,  # [num_rows] int32 or int64, with draft_token_ids_ptr
-    rows_per_req,
-    max_stop_tokens,
-    max_bias,
-    vocab_size,
-    part_tiles,
+    rows_per_req, max_stop_tokens, max_bias, vocab_size, part_tiles,
     shard_start,  # first token of the logits; None: they are of the whole vocabulary
     TILE_ROWS: tl.constexpr,  # power of two >= rows_per_req
     TILE_STOP_TOKENS: tl.constexpr,  # power of two >= max_stop_tokens
@@ -249,7 +232,7 @@ def _edit_logits_kernel(
     TILE_VOCAB: tl.constexpr,
     IS_ALIGNED: tl.constexpr,  # see _is_aligned
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_reqs, num_parts): one program edits part_tiles tiles of a request's rows."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -355,17 +338,14 @@ def _edit_logits_kernel(
 
 @triton.jit(do_not_specialize=["part_tiles"], do_not_specialize_on_alignment=["rows_ptr"])
 def _apply_token_bitmask_kernel(
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
-    bitmask_ptr,  # [num_masks, cdiv(vocab_size, 32)] int32
-    stride_bitmask_row,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
+    bitmask_ptr, stride_bitmask_row,  # [num_masks, cdiv(vocab_size, 32)] int32
     rows_ptr,  # [num_masks] int32, -1 = none; None: mask i is for row i
-    vocab_size,
-    part_tiles,
+    vocab_size, part_tiles,
     TILE_VOCAB: tl.constexpr,
     IS_ALIGNED: tl.constexpr,  # see _is_aligned
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_masks, num_parts): one program masks part_tiles tiles of a row."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -541,11 +521,8 @@ def apply_token_bitmask(
         return
     config = _config(vocab_size, num_masks)
     _apply_token_bitmask_kernel[(num_masks, config.num_parts(vocab_size))](
-        *with_strides(logits, 1),
-        *with_strides(shard_masks(bitmask, first_token), 1),
-        *(rows, vocab_size, config.part_tiles),
-        TILE_VOCAB=config.tile_vocab,
-        IS_ALIGNED=_is_aligned(logits),
-        num_warps=config.num_warps,
+        *with_strides(logits, 1), *with_strides(shard_masks(bitmask, first_token), 1),
+        rows, vocab_size, config.part_tiles,
+        TILE_VOCAB=config.tile_vocab, IS_ALIGNED=_is_aligned(logits), num_warps=config.num_warps,
         **overlap_options(logits.device),
-    )
+    )  # fmt: skip

@@ -50,27 +50,21 @@ def shard_ptr(shard_ptrs, shard_size, token):
 def group_sums_kernel(
     group_max_ptr,  # [num_rows, num_groups] float32
     group_sum_ptr,  # [num_rows, num_groups] float32
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
     temperature_ptr,  # [num_rows or slots] float32, 0 = greedy; None = 1
-    vocab_size,
-    num_groups,
-    num_parts,
-    GROUP: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
+    vocab_size, num_groups, num_parts,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
     SUM_GREEDY: tl.constexpr = False,  # greedy rows have sums too, at temperature 1
     num_better_ptr=None,  # [num_rows, num_tokens, num_parts] int32, with token_ids_ptr
     token_ids_ptr=None,  # [num_rows, num_tokens] int64, any id outside the vocabulary = none
-    stride_token_ids_row=0,
-    num_tokens=0,
+    stride_token_ids_row=0, num_tokens=0,
     shard_size=None,  # ids of a rank; then pointers to maxima, sums, counts, logits are tuples
     calls_ptr=None,  # [2] int32, as VocabShards.calls; with shard_size
-    stride_sums_call=0,
-    stride_better_call=0,
+    stride_sums_call=0, stride_better_call=0,
     RANK: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (num_rows * num_parts,): maxima, and sums of exp((x - maximum) / temperature).
 
     A sum is NaN if its group has NaN, or has +inf and the row is not greedy; 0 if the whole group
@@ -195,14 +189,10 @@ def sum_groups(
             "RANK": shards.rank,
         }
     group_sums_kernel[(num_rows * num_parts,)](
-        *memory,
-        *(idx_mapping, temperature, vocab_size, num_groups, num_parts),
-        GROUP=size,
-        TILE_GROUPS=tile_groups,
-        num_warps=num_warps,
-        **ranked,
+        *memory, idx_mapping, temperature, vocab_size, num_groups, num_parts,
+        GROUP=size, TILE_GROUPS=tile_groups, num_warps=num_warps, **ranked,
         **overlap_options(logits.device),
-    )
+    )  # fmt: skip
     return GroupSums(maxima, sums, size, num_groups)
 
 

@@ -88,30 +88,20 @@ def _top_logprobs_kernel(
     group_max_ptr,  # [num_rows, num_groups] float32, without NaN
     group_sum_ptr,  # [num_rows, num_groups] float32
     num_better_ptr,  # [num_rows, num_tokens, num_parts] int32
-    logits_ptr,  # [num_rows, vocab_size], unit last stride
-    stride_logits_row,
-    token_ids_ptr,  # [num_rows, num_tokens] int64, -1 = none
-    stride_token_ids_row,
+    logits_ptr, stride_logits_row,  # [num_rows, vocab_size], unit last stride
+    token_ids_ptr, stride_token_ids_row,  # [num_rows, num_tokens] int64, -1 = none
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding; None: temperature is in row order
     temperature_ptr,  # [num_rows or slots] float32, or None
     row_num_top_ptr,  # [num_rows or slots] int32, or None: num_top
-    num_tokens,
-    num_top,
-    vocab_size,
-    num_groups,
-    num_parts,
+    num_tokens, num_top, vocab_size, num_groups, num_parts,
     GROUP: tl.constexpr,
     TILE_GROUPS: tl.constexpr,  # power of two >= num_groups
     TILE_PARTS: tl.constexpr,  # power of two >= num_parts
     OVERLAP: tl.constexpr,  # see dependent_launch
     shard_size=None,  # and what follows: as in draw_kernel
-    flag_ptrs=None,
-    calls_ptr=None,
-    abort_ptr=None,
-    stride_sums_call=0,
-    stride_better_call=0,
+    flag_ptrs=None, calls_ptr=None, abort_ptr=None, stride_sums_call=0, stride_better_call=0,
     RANK: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (num_rows,): one program scores the tokens asked for, then finds the best tokens."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -332,18 +322,12 @@ def top_logprobs(
         num_tokens=num_tokens,
     )
     _top_logprobs_kernel[(num_rows,)](
-        *results,
-        *(groups.maxima, groups.sums, num_better),
-        logits if shards is None else shards.logits.parts,
-        logits.stride(0),
-        *with_strides(token_ids, 1),
-        *(idx_mapping, temperature, row_num_top),
-        *(num_tokens, num_top, vocab_size, groups.num_groups, num_parts),
-        GROUP=groups.size,
-        TILE_GROUPS=padded_groups(vocab_size),
-        TILE_PARTS=triton.next_power_of_2(num_parts),
-        num_warps=config.num_row_warps,
-        **of_shards,
+        *results, groups.maxima, groups.sums, num_better,
+        logits if shards is None else shards.logits.parts, logits.stride(0),
+        *with_strides(token_ids, 1), idx_mapping, temperature, row_num_top,
+        num_tokens, num_top, vocab_size, groups.num_groups, num_parts,
+        GROUP=groups.size, TILE_GROUPS=padded_groups(vocab_size),
+        TILE_PARTS=triton.next_power_of_2(num_parts), num_warps=config.num_row_warps, **of_shards,
         **overlap_options(logits.device),
-    )
+    )  # fmt: skip
     return results

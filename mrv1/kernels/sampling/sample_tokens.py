@@ -189,26 +189,16 @@ def sample_tokens(
     if any(value is not None for value in filters.values()):
         scratch = groups.sums.new_empty(num_rows, config.scratch_size)
     draw_kernel[(num_rows,)](
-        out,
-        logits if shards is None else shards.logits.parts,
-        logits.stride(0),
-        *(groups.maxima, groups.sums, scratch, config.scratch_size),
-        *(idx_mapping, temperature, seeds, positions, prompt_len, child),
-        *(vocab_size, groups.num_groups),
-        **{f"{name}_ptr": filters.get(name) for name in FILTERS},
-        GROUP=groups.size,
-        TILE_GROUPS=config.all_groups,
-        FEW_GROUPS=config.few_groups,
-        LANES=config.lanes,
-        COLUMNS=config.columns,
-        DEPTH=config.depth,
-        PIVOTS=config.pivots,
-        LISTED=config.listed,
-        NUM_STAGES=config.draw_stages,
-        **config.draw_options(),
-        **({} if shards is None else second_launch(shards)),
-        **overlap_options(logits.device),
-    )
+        out, logits if shards is None else shards.logits.parts, logits.stride(0),
+        groups.maxima, groups.sums, scratch, config.scratch_size,
+        idx_mapping, temperature, seeds, positions, prompt_len, child,
+        vocab_size, groups.num_groups,
+        **{f"{name}_ptr": filters.get(name) for name in FILTERS}, GROUP=groups.size,
+        TILE_GROUPS=config.all_groups, FEW_GROUPS=config.few_groups, LANES=config.lanes,
+        COLUMNS=config.columns, DEPTH=config.depth, PIVOTS=config.pivots, LISTED=config.listed,
+        NUM_STAGES=config.draw_stages, **config.draw_options(),
+        **{} if shards is None else second_launch(shards), **overlap_options(logits.device),
+    )  # fmt: skip
     return out
 
 

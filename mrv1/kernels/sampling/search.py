@@ -322,16 +322,13 @@ def _pick(values, index, at):
 
 @triton.jit
 def search_row(
-    row,
-    filters,
-    low,
+    row, filters, low,
     guess,  # may be above the k-th token: not lower than low, or -inf for none
     by_mass,  # whether top-k is done or off, so that mass decides
     collect,  # whether few tokens are likely to be above low, or above the guess
     least,  # finite and near the logits of most tokens: the smallest finite group maximum
-    scale,
-    tiles,
-):
+    scale, tiles,
+):  # fmt: skip
     """Return the floor of top-k, then top-p, for any number of tokens.
 
     Columns are searched once a bracket fits; passes over the row divide it at PIVOTS values.

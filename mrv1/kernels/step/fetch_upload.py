@@ -39,10 +39,9 @@ def _fetch_upload_kernel(
     uploads_ptr,  # [num_uploads, row_words] int32, may be host memory
     slot_ptr,  # [1] int32, index in the ring of uploads
     row_words,
-    TILE_WORDS: tl.constexpr,
-    IS_AMD: tl.constexpr,
+    TILE_WORDS: tl.constexpr, IS_AMD: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (any,): program i of n takes tiles i, i + n, i + 2 n, ... of the upload."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)

@@ -213,14 +213,11 @@ def _gather_ids_and_positions(outputs, sources, token, row, slot, position, know
 
 @triton.jit
 def _gather_tile_of_tokens(
-    outputs,
-    queries,
-    sources,
-    segment,
+    outputs, queries, sources, segment,
     token,  # [TILE_TOKENS] int32
     IS_FIRST_GROUP,
     BLOCK_SIZE: tl.constexpr,
-):
+):  # fmt: skip
     """Write the per-token outputs of a tile; only the first group writes ids and positions."""
     is_output = token < outputs.num_padded_tokens
     if queries.query_start_loc_ptr is None:
@@ -253,15 +250,12 @@ def _gather_tile_of_tokens(
 
 @triton.jit
 def _gather_block_table(
-    block_table_ptr,  # [num_rows, row_width] int32
-    stride_block_table_row,
-    queries,
-    segment,
+    block_table_ptr, stride_block_table_row,  # [num_rows, row_width] int32
+    queries, segment,
     row,  # [TILE_ROWS] int32
     max_model_len,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
+    BLOCK_SIZE: tl.constexpr, TILE_COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copy the live columns of one group's segments for a tile of rows."""
     is_row = row < queries.num_rows
     slot, lives, _, length, first, _, _, _ = _load_queries(queries, row, is_row)
@@ -302,43 +296,35 @@ def _gather_tokens_kernel(
     input_ids_ptr,  # [num_padded_tokens] int64
     positions_ptr,  # [num_padded_tokens] int64, or [3, num_padded_tokens] with M-RoPE
     stride_positions_axis,
-    slot_mapping_ptr,  # [num_groups, num_padded_tokens] int64
-    stride_slot_mapping_group,
+    slot_mapping_ptr, stride_slot_mapping_group,  # [num_groups, num_padded_tokens] int64
     seq_lens_ptr,  # [num_rows] int32
     logits_rows_ptr,  # [num_rows] int64
-    block_table_ptr,  # [num_rows, row_width] int32, or None
-    stride_block_table_row,
+    block_table_ptr, stride_block_table_row,  # [num_rows, row_width] int32, or None
     idx_mapping_ptr,  # [num_rows] int32, -1 = padding row
     query_start_loc_ptr,  # [num_rows + 1] int32, or None: every row has query_len tokens
     query_len,
-    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
-    stride_token_ids_slot,
+    token_ids_ptr, stride_token_ids_slot,  # [max_num_reqs, max_model_len] int32
     num_tokens_ptr,  # [max_num_reqs] int32
     num_computed_ptr,  # [max_num_reqs] int32
     stopped_ptr,  # [max_num_reqs] int32, not 0 = the request has stopped
-    draft_token_ids_ptr,  # [num_rows, max_drafts] int32, or None
-    stride_draft_token_ids_row,
+    draft_token_ids_ptr, stride_draft_token_ids_row,  # [num_rows, max_drafts] int32, or None
     num_draft_tokens_ptr,  # [num_rows] int32, or None
     mrope_spans_ptr,  # [max_num_reqs, max_spans, _SPAN_WORDS] int32, or None
     stride_mrope_spans_slot,
     num_mrope_spans_ptr,  # [max_num_reqs] int32, or None
-    block_tables_ptr,  # [max_num_reqs, row_width] int32, -1 = no page
-    stride_block_tables_slot,
+    block_tables_ptr, stride_block_tables_slot,  # [max_num_reqs, row_width] int32, -1 = no page
     table_offset_ptr,  # [num_groups] int32
     sink_ptr,  # [num_groups] int32, tokens
     ring_blocks_ptr,  # [num_groups] int32, 0 = no ring
-    num_rows,
-    num_padded_tokens,
+    num_rows, num_padded_tokens,
     num_bisections,  # enough to halve num_rows + 1 candidates down to one
     max_model_len,
     BLOCK_SIZE: tl.constexpr,  # tokens per KV block
     OVERLAP: tl.constexpr,  # see dependent_launch
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
     adapter_slots_ptr=None,  # [num_padded_tokens] int32, or None
     adapter_slot_ptr=None,  # [max_num_reqs] int32, or None
-):
+):  # fmt: skip
     """Grid (token tiles + row tiles + block-table tiles, num_groups): see the module docstring."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -485,31 +471,19 @@ def gather_tokens(
     if out.block_table is not None:
         num_tiles += triton.cdiv(num_rows, config.tile_rows)
     _gather_tokens_kernel[(num_tiles, num_groups)](
-        out.input_ids,
-        *with_strides(out.positions, 1),
-        *with_strides(out.slot_mapping, 1),
-        *(out.seq_lens, out.logits_rows),
-        *with_strides(out.block_table, 1),
-        *(idx_mapping, None if query_len is not None else query_start_loc, query_len or 0),
+        out.input_ids, *with_strides(out.positions, 1), *with_strides(out.slot_mapping, 1),
+        out.seq_lens, out.logits_rows, *with_strides(out.block_table, 1),
+        idx_mapping, None if query_len is not None else query_start_loc, query_len or 0,
         *with_strides(slots.token_ids, 1),
-        *(slots.num_tokens, slots.num_computed_tokens, slots.stopped),
-        *with_strides(draft_token_ids, 1),
-        num_draft_tokens,
-        *with_strides(slots.mrope_spans, 1),
-        slots.num_mrope_spans,
-        *with_strides(tables.block_tables, 1),
-        *(tables.table_offset, tables.sink, tables.ring_blocks),
-        *(num_rows, num_padded_tokens),
-        num_bisections=num_rows.bit_length(),
-        max_model_len=slots.token_ids.shape[1],
-        BLOCK_SIZE=tables.block_size,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_ROWS=config.tile_rows,
-        TILE_COLUMNS=config.tile_columns,
-        num_warps=config.num_warps,
-        **overlap_options(device),
+        slots.num_tokens, slots.num_computed_tokens, slots.stopped,
+        *with_strides(draft_token_ids, 1), num_draft_tokens, *with_strides(slots.mrope_spans, 1),
+        slots.num_mrope_spans, *with_strides(tables.block_tables, 1),
+        tables.table_offset, tables.sink, tables.ring_blocks, num_rows, num_padded_tokens,
+        num_bisections=num_rows.bit_length(), max_model_len=slots.token_ids.shape[1],
+        BLOCK_SIZE=tables.block_size, TILE_TOKENS=config.tile_tokens, TILE_ROWS=config.tile_rows,
+        TILE_COLUMNS=config.tile_columns, num_warps=config.num_warps, **overlap_options(device),
         **_adapter_arguments(slots, out),
-    )
+    )  # fmt: skip
 
 
 def _adapter_arguments(slots: RequestSlots, out: GatheredTokens) -> dict[str, torch.Tensor | None]:

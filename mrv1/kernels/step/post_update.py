@@ -108,14 +108,11 @@ def _ends_with_sequence(
     do_not_specialize_on_alignment=["idx_mapping_ptr", "query_start_loc_ptr"],
 )
 def _post_update_kernel(
-    output_ptr,  # [num_rows, num_columns] int64
-    stride_output_row,
+    output_ptr, stride_output_row,  # [num_rows, num_columns] int64
     num_output_ptr,  # [num_rows] int32
     ring_slot_ptr,  # [1] int32, index in the ring of outputs; or None
-    stride_output_slot,
-    stride_num_output_slot,
-    token_ids_ptr,  # [max_num_reqs, max_model_len] int32
-    stride_token_ids_slot,
+    stride_output_slot, stride_num_output_slot,
+    token_ids_ptr, stride_token_ids_slot,  # [max_num_reqs, max_model_len] int32
     num_tokens_ptr,  # [max_num_reqs] int32
     num_computed_ptr,  # [max_num_reqs] int32
     stopped_ptr,  # [max_num_reqs] int32
@@ -123,28 +120,22 @@ def _post_update_kernel(
     query_start_loc_ptr,  # [num_rows + 1] int32, or None: every row has query_len tokens
     logits_rows_ptr,  # [num_rows] int64, -1 = the row does not sample
     num_sampled_ptr,  # [num_rows] int32, or None: one token
-    tokens_ptr,  # [num_rows, num_columns] int64
-    stride_tokens_row,
+    tokens_ptr, stride_tokens_row,  # [num_rows, num_columns] int64
     max_total_ptr,  # [max_num_reqs] int32
     stop_token_ids_ptr,  # [max_num_reqs, MAX_STOP_TOKENS] int32, -1 = none
     stride_stop_token_ids_slot,
-    sequences_ptr,  # [max_num_reqs, MAX_SEQUENCES, MAX_LEN] int32, or None
-    stride_sequences_slot,
-    sequence_lens_ptr,  # [max_num_reqs, MAX_SEQUENCES] int32
-    stride_sequence_lens_slot,
+    sequences_ptr, stride_sequences_slot,  # [max_num_reqs, MAX_SEQUENCES, MAX_LEN] int32, or None
+    sequence_lens_ptr, stride_sequence_lens_slot,  # [max_num_reqs, MAX_SEQUENCES] int32
     num_sequences_ptr,  # [max_num_reqs] int32
     prompt_len_ptr,  # [max_num_reqs] int32
     min_total_ptr,  # [max_num_reqs] int32
-    num_rows,
-    query_len,
+    num_rows, query_len,
     num_columns,  # 1 + max_drafts
-    MAX_STOP_TOKENS: tl.constexpr,
-    MAX_SEQUENCES: tl.constexpr,
-    MAX_LEN: tl.constexpr,
+    MAX_STOP_TOKENS: tl.constexpr, MAX_SEQUENCES: tl.constexpr, MAX_LEN: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,  # power of two >= num_columns
-):
+):  # fmt: skip
     """Grid (cdiv(num_rows, TILE_ROWS),): one program updates rows of distinct slots."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -282,30 +273,23 @@ def post_update(
         config = PostUpdateConfig.default_for(num_columns)
     sequences = slots.stop_sequences
     _post_update_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
-        *(out.output, out.output.stride(-2), out.num_output, out.ring_slot),
+        out.output, out.output.stride(-2), out.num_output, out.ring_slot,
         0 if out.ring_slot is None else out.output.stride(0),
         0 if out.ring_slot is None else out.num_output.stride(0),
         *with_strides(slots.token_ids, 1),
-        *(slots.num_tokens, slots.num_computed_tokens, slots.stopped, idx_mapping),
-        None if query_len is not None else query_start_loc,
-        *(logits_rows, num_sampled),
-        *with_strides(tokens, 1),
-        slots.max_total_tokens,
-        *with_strides(slots.stop_token_ids, 1),
-        *with_strides(sequences, 1),
-        *with_strides(slots.stop_sequence_lens, 1),
-        slots.num_stop_sequences,
-        None if sequences is None else slots.prompt_len,
+        slots.num_tokens, slots.num_computed_tokens, slots.stopped, idx_mapping,
+        None if query_len is not None else query_start_loc, logits_rows, num_sampled,
+        *with_strides(tokens, 1), slots.max_total_tokens, *with_strides(slots.stop_token_ids, 1),
+        *with_strides(sequences, 1), *with_strides(slots.stop_sequence_lens, 1),
+        slots.num_stop_sequences, None if sequences is None else slots.prompt_len,
         None if sequences is None else slots.min_total_tokens,
-        *(num_rows, query_len or 0, num_columns),
+        num_rows, query_len or 0, num_columns,
         MAX_STOP_TOKENS=slots.stop_token_ids.shape[1],
         MAX_SEQUENCES=0 if sequences is None else sequences.shape[1],
-        MAX_LEN=0 if sequences is None else sequences.shape[2],
-        TILE_ROWS=config.tile_rows,
-        TILE_COLUMNS=triton.next_power_of_2(num_columns),
-        num_warps=config.num_warps,
+        MAX_LEN=0 if sequences is None else sequences.shape[2], TILE_ROWS=config.tile_rows,
+        TILE_COLUMNS=triton.next_power_of_2(num_columns), num_warps=config.num_warps,
         **overlap_options(idx_mapping.device),
-    )
+    )  # fmt: skip
 
 
 def _check_rows(

@@ -10,13 +10,7 @@ results if they are few, else ``merge`` does.
 from __future__ import annotations
 
 from mrv1.kernels._base.arguments import with_strides
-from mrv1.kernels._base.gluon import (
-    fence_async_shared,
-    gl,
-    gluon,
-    let_next_start,
-    thread_barrier,
-)
+from mrv1.kernels._base.gluon import fence_async_shared, gl, gluon, let_next_start, thread_barrier
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill import hopper_fp8
 from mrv1.kernels.attention.prefill import warp_groups as wg

@@ -38,10 +38,7 @@ from mrv1.kernels.attention.prefill.choice import (
     consumers_for,
     short_window_tile,
 )
-from mrv1.kernels.attention.prefill.warp_groups import (
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-)
+from mrv1.kernels.attention.prefill.warp_groups import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
 L2_BYTES = gl.constexpr(1 << 25)  # keys and values that stay in the L2 cache
 SCAN_BLOCKS = gl.constexpr(512)
