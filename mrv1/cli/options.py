@@ -25,8 +25,7 @@ MODEL_HELP = (
 """Help of every option that names a model."""
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 ALL = Annotated[
-    bool,
-    typer.Option("--help-all", is_eager=True, callback=show_all, help="Show every option."),
+    bool, typer.Option("--help-all", is_eager=True, callback=show_all, help="Show every option.")
 ]
 
 

@@ -28,13 +28,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
 from mrv1.errors import RequestError
-from mrv1.from_vllm import (
-    ARGUMENTS,
-    OtherArguments,
-    check_arguments,
-    refuse_attribute,
-    translated,
-)
+from mrv1.from_vllm import ARGUMENTS, OtherArguments, check_arguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
 from mrv1.multimodal import Video

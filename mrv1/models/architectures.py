@@ -89,24 +89,11 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
-        model_type="llama",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        model_type="llama", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
     ),
-    "MistralForCausalLM": Architecture(
-        model_type="mistral",
-        windows="all_layers",
-    ),
-    "MinistralForCausalLM": Architecture(
-        model_type="ministral",
-        windows="layer_types",
-    ),
-    "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2",
-        qkv_bias=True,
-        windows="layer_types",
-    ),
+    "MistralForCausalLM": Architecture(model_type="mistral", windows="all_layers"),
+    "MinistralForCausalLM": Architecture(model_type="ministral", windows="layer_types"),
+    "Qwen2ForCausalLM": Architecture(model_type="qwen2", qkv_bias=True, windows="layer_types"),
     "Qwen3ForCausalLM": Architecture(
         model_type="qwen3",
         qkv_bias="attention_bias",
@@ -419,13 +406,10 @@ class Wrapper:
 
 WRAPPERS: dict[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
-        model_type="gemma3",
-        texts=("Gemma3ForCausalLM",),
-        has_bidirectional_images=True,
+        model_type="gemma3", texts=("Gemma3ForCausalLM",), has_bidirectional_images=True
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
-        model_type="mistral3",
-        texts=("MistralForCausalLM", "MinistralForCausalLM"),
+        model_type="mistral3", texts=("MistralForCausalLM", "MinistralForCausalLM")
     ),
 }
 """Such models by the name in a checkpoint's ``architectures``."""

@@ -130,9 +130,7 @@ class Checkpoint:
             raise ConfigError(f"{self.where}: {error}") from error
 
     def quantization_on(
-        self,
-        asked: QuantizationName | None,
-        device: torch.device | str,
+        self, asked: QuantizationName | None, device: torch.device | str
     ) -> QuantizationName | None:
         """Return which quantization a model has on ``device``, if ``asked`` is asked for."""
         return asked
@@ -259,10 +257,7 @@ class Checkpoint:
         raise_problems(f"kv_scale: {self.where}", problems)
         return scales
 
-    def _scan(
-        self,
-        quantization: Quantization | None = None,
-    ) -> Scan:
+    def _scan(self, quantization: Quantization | None = None) -> Scan:
         """Return the tensors under their stored names, and every problem."""
         single, index = self.path / SINGLE_FILE, self.path / INDEX_FILE
         try:

@@ -14,12 +14,7 @@ from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.places import Place, same
 from mrv1.models.quantization import ModulePart
-from mrv1.models.weights import (
-    ModelWeights,
-    checkpoint_places,
-    empty_weights,
-    quantized_modules,
-)
+from mrv1.models.weights import ModelWeights, checkpoint_places, empty_weights, quantized_modules
 
 LARGEST: dict[CodeName, float] = {"e4m3": 448, "int8": 127, "int4": 7, "uint4": 7, "e2m1": 7}
 """The largest made-up code, or its distance from zero."""

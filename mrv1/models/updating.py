@@ -21,11 +21,7 @@ NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def checked_update(
-    places: Mapping[str, Place],
-    named_tensors: NamedTensors,
-    *,
-    config: ModelConfig,
-    partial: bool,
+    places: Mapping[str, Place], named_tensors: NamedTensors, *, config: ModelConfig, partial: bool
 ) -> dict[str, torch.Tensor]:
     """Return the new tensors by name, without those that are no weights; nothing is written.
 

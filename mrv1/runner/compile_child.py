@@ -57,10 +57,6 @@ def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]
             whole_config=whole,
         )
         runner = ModelRunner(
-            config,
-            model=model,
-            head_policy=kernels.head_policy,
-            parallel=parallel,
-            progress=False,
+            config, model=model, head_policy=kernels.head_policy, parallel=parallel, progress=False
         )
         yield recorder, runner

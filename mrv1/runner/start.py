@@ -112,9 +112,7 @@ def build_parts(
     head_scales = None
     if config.kv_scale == "head":
         head_scales = Checkpoint.open(config.model).kv_scales(
-            model_config.num_layers,
-            model_config.num_kv_heads,
-            has_vision=model_config.has_vision,
+            model_config.num_layers, model_config.num_kv_heads, has_vision=model_config.has_vision
         )
         own_heads = (*head_scales.shape[:2], groups.policy.num_kv_heads)
         head_scales = head_scales[parallel.part(head_scales.shape, own_heads)]

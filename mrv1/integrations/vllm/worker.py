@@ -146,10 +146,7 @@ class Worker(WorkerBase):  # type: ignore[misc]
         self._loaded = runner
         config = self._engine_config
         self._requests = Requests(
-            config.max_num_seqs,
-            runner.max_model_len,
-            config.seed,
-            WorkerAdapters(config, runner),
+            config.max_num_seqs, runner.max_model_len, config.seed, WorkerAdapters(config, runner)
         )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
