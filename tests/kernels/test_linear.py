@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mrv1 import kernels
@@ -125,7 +125,7 @@ def test_linear_is_within_its_error_budget(
 def test_deterministic_bits_do_not_depend_on_the_other_tokens(
     device, num_tokens, size, dtype, features, seed
 ):
-    """Uses a GPU's tiles on a GPU only: numpy's order of summation depends on the tile."""
+    """Uses a GPU's tiles on a GPU only; in the interpreter they take their time."""
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
     many = kernels.linear(**arguments, deterministic=True)
     for row in {0, num_tokens // 2, num_tokens - 1}:
@@ -134,6 +134,20 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
         assert torch.equal(kernels.linear(**alone, deterministic=True), many[rows])
         if "normed" in features:
             assert torch.equal(alone["normed_out"], arguments["normed_out"][rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_in", "leaves"), [(1000, None), (1088, None), (1088, MOST_LEAVES)])
+def test_registers_and_tiles_have_the_same_bits(device, dtype, num_in, leaves):
+    """In float32 too: 65 tokens are in tiles, fewer 16-bit ones in registers if they hold them."""
+    arguments = linear_arguments(65, num_in, 20, dtype, device)
+    options = {"deterministic": True, "leaves": leaves}
+    with _as_on("sm_90"):
+        many = kernels.linear(**arguments, out=torch.empty(65, 20, device=device), **options)
+        for num_tokens in (1, 17):
+            few = of_rows(arguments, slice(num_tokens))
+            out = torch.empty(num_tokens, 20, device=device)
+            assert torch.equal(kernels.linear(**few, out=out, **options), many[:num_tokens])
 
 
 @given(
@@ -145,6 +159,16 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
     gpu=gpus,
     oracle=st.booleans(),
     seed=seeds,
+)
+@example(  # one rank's leaves are in registers, in steps of 32 inputs, those of four in tiles
+    num_tokens=2,
+    size=(1088, 17),
+    num_ranks=4,
+    dtype=torch.float16,
+    features=("bias", "residual", "normed"),
+    gpu="sm_90",
+    oracle=False,
+    seed=14287,
 )
 def test_the_leaves_of_ranks_add_up_to_the_bits_of_one(
     device, num_tokens, size, num_ranks, dtype, features, gpu, oracle, seed
@@ -164,6 +188,8 @@ def test_the_leaves_of_ranks_add_up_to_the_bits_of_one(
             for rank in range(num_ranks)
         ]
         got = sum_of_ranks(parts)
+        of_one = of_rank(arguments, 0, 1) | {"out": torch.empty_like(got)}
+        assert torch.equal(got, ops.linear(**of_one, deterministic=True, leaves=MOST_LEAVES))
         for name in ("bias", "residual"):
             if name in arguments:
                 got = got + arguments[name].float()

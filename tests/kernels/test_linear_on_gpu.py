@@ -39,29 +39,39 @@ def test_deterministic_rows_do_not_depend_on_the_batch_at_model_sizes(device, si
         assert_linear_in_budget(got, **few, by_library=bool(calls))
 
 
-@pytest.mark.parametrize("num_in", [576, 2048, 3072, 4096, 14_336])
-def test_leaves_of_ranks_add_up_at_model_sizes(device, num_in):
-    """Every kernel of every number of ranks: 576 inputs have leaves that no bulk copy brings."""
+@pytest.mark.parametrize(
+    ("num_in", "num_rows"),
+    [(576, 1024), (1088, 17), (2048, 1024), (3072, 1024), (4096, 1024), (14_336, 1024)],
+)
+def test_leaves_of_ranks_add_up_at_model_sizes(device, num_in, num_rows):
+    """Every kernel of every number of ranks.
+
+    576 inputs have leaves that no bulk copy brings; 1088 have leaves that end within 16 inputs,
+    which one and two ranks have in registers, and four and eight in tiles.
+    """
     features = ("bias", "residual", "normed")
-    arguments = linear_arguments(300, num_in, 1024, torch.bfloat16, device, features)
+    arguments = linear_arguments(300, num_in, num_rows, torch.bfloat16, device, features)
     many = kernels.linear(**arguments, deterministic=True, leaves=8)
     assert_linear_in_budget(many, **arguments)
     for num_tokens in (1, 2, 16, 17, 33, 64, 65, 128, 129, 256, 300):
         few = of_rows(arguments, slice(num_tokens))
         assert torch.equal(kernels.linear(**few, deterministic=True, leaves=8), many[:num_tokens])
         assert torch.equal(few["normed_out"], arguments["normed_out"][:num_tokens])
+        wide = torch.full((num_tokens, num_rows), torch.nan, device=device)
+        kernels.linear(**of_rank(few, 0, 1), out=wide, deterministic=True, leaves=8)
         for num_ranks in (2, 4, 8):
             parts = [
                 kernels.linear(
                     **of_rank(few, rank, num_ranks),
-                    out=torch.full((num_tokens, 1024), torch.nan, device=device),
+                    out=torch.full((num_tokens, num_rows), torch.nan, device=device),
                     deterministic=True,
                     leaves=8 // num_ranks,
                 )
                 for rank in range(num_ranks)
             ]
-            got = sum_of_ranks(parts) + few["bias"].float() + few["residual"].float()
-            got = got.bfloat16()
+            got = sum_of_ranks(parts)
+            assert torch.equal(got, wide)
+            got = (got + few["bias"].float() + few["residual"].float()).bfloat16()
             assert torch.equal(got, many[:num_tokens])
             normed = kernels.rms_norm(got, few["out_norm_weight"], EPS)
             assert torch.equal(normed, few["normed_out"])

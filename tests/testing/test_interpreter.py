@@ -179,17 +179,33 @@ def test_a_dot_of_a_row_that_is_not_finite_is_nan_in_the_row_only(dtype):
 
 
 @triton.jit
-def _any_dot_kernel(out_ptr, x_ptr, y_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N), tl.arange(0, K)
-    x = tl.load(x_ptr + m * K + k[None, :])
-    y = tl.load(y_ptr + k[:, None] * N + n[None, :])
-    tl.store(out_ptr + m * N + n[None, :], tl.dot(x, y))
+def _any_dot_kernel(
+    out_ptr, x_ptr, y_ptr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
+):
+    m, n = tl.arange(0, M)[:, None], tl.arange(0, N)
+    total = tl.zeros([M, N], tl.float32)
+    for first in tl.static_range(0, K, STEP):
+        k = first + tl.arange(0, STEP)
+        x = tl.load(x_ptr + m * K + k[None, :])
+        y = tl.load(y_ptr + k[:, None] * N + n[None, :])
+        total = tl.dot(x, y, total)
+    tl.store(out_ptr + m * N + n[None, :], total)
 
 
-def _any_dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def _any_dot(x: torch.Tensor, y: torch.Tensor, step: int | None = None) -> torch.Tensor:
     out = torch.empty(len(x), y.shape[1])
-    _any_dot_kernel[(1,)](out, x, y, M=len(x), N=y.shape[1], K=len(y))
+    sizes = {"M": len(x), "N": y.shape[1], "K": len(y)}
+    _any_dot_kernel[(1,)](out, x, y, **sizes, STEP=step or len(y))
     return out
+
+
+def _chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return ``x @ y`` in float32, rounded after every 16 products of 16-bit values."""
+    total = torch.zeros(len(x), y.shape[1])
+    step = 16 if x.dtype.itemsize == 2 else len(y)
+    for some_x, some_y in zip(x.double().split(step, 1), y.double().split(step), strict=True):
+        total = (total + some_x @ some_y).float()
+    return total
 
 
 sizes = st.sampled_from([1, 2, 4, 16, 64])
@@ -206,9 +222,19 @@ def test_a_dot_sums_in_the_same_order_for_every_shape(shape, dtype, part, seed):
     (m, n, k), (some_m, some_n) = shape, part
     x, y = _random(seed, m, k, dtype=dtype), _random(seed + 1, k, n, dtype=dtype)
     want = _any_dot(x, y)
-    torch.testing.assert_close(want.double(), x.double() @ y.double(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(want, _chain(x, y), rtol=1e-6, atol=1e-5)
     few = _any_dot(x[-some_m:].contiguous(), y[:, -some_n:].contiguous())
     assert torch.equal(few, want[-some_m:, -some_n:])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_long_dot_has_the_bits_of_a_chain_of_short_ones(dtype):
+    """As on tensor cores: how a kernel cuts the inputs into steps changes no bit."""
+    x, y = _random(0, 16, 256, dtype=dtype), _random(1, 256, 64, dtype=dtype)
+    want = _any_dot(x, y)
+    assert torch.equal(want, _chain(x, y))
+    for step in (16, 32, 128):
+        assert torch.equal(_any_dot(x, y, step), want)
 
 
 # --- reductions and scans ----------------------------------------------------------------------

@@ -17,6 +17,8 @@ from triton._C.libtriton import ir
 from mrv1.kernels._base.interpreter.internals import Array, DType, Handle, Opaque, ti
 from mrv1.kernels._base.interpreter.number_formats import PACKED, decode, encode
 
+AT_ONCE = 16
+"""Products of 16-bit values that tensor cores add to a float32 sum before they round it."""
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal, np.equal, np.not_equal)
 
 
@@ -40,7 +42,7 @@ def _float64_of(handle: Handle) -> Array:
 
 
 def _product(a: Array, b: Array) -> Array:
-    """Return ``a @ b`` of contiguous float64 matrices; no element depends on the shape of either.
+    """Return ``a @ b`` in float64; no element depends on the shape of either.
 
     ``np.matmul`` sums over K in an order of its own for each shape and CPU (without AVX-512 a row
     has other bits alone than among 16). ``einsum`` walks the axis of the smallest stride, N,
@@ -184,14 +186,22 @@ class CorrectedBuilder(ti.InterpreterBuilder):  # type: ignore[misc]
         input_precision: Opaque,
         max_num_imprecise_acc: Opaque,
     ) -> Handle:
-        """Return ``a @ b + d``, summed over K in one order and rounded once."""
+        """Return ``a @ b + d``, summed over K in one order, which no shape changes.
+
+        Of 16-bit operands ``AT_ONCE`` products at a time are added and rounded, as by the tensor
+        cores: a long dot has the bits of a chain of short ones. Of others the sum is rounded once.
+        """
         if not a.dtype.is_floating():
             return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
         with np.errstate(all="ignore"):  # rows of padding may hold anything, as on a GPU
-            left, right, addend = (_float64_of(handle) for handle in (a, b, d))
-            total = _product(left, right) + addend
+            left, right, total = (_float64_of(handle) for handle in (a, b, d))
             wide = np.float64 if d.dtype.scalar.name == "fp64" else np.float32
-            return encode_as(total.astype(wide), d.dtype)
+            num_in = left.shape[-1]
+            step = AT_ONCE if a.dtype.scalar.primitive_bitwidth == 16 else num_in
+            for first in range(0, num_in, step):
+                own = slice(first, first + step)
+                total = (_product(left[..., own], right[..., own, :]) + total).astype(wide)
+            return encode_as(total, d.dtype)
 
     def get_bf16(self, value: float) -> Handle:
         """Return a bfloat16 constant (stock has none)."""
