@@ -93,7 +93,7 @@ RECIPES: dict[str, Recipe] = {
     "runner": bench("runner", "--shape qwen3-0.6b", 40),
     "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
     "timeline": script("timeline", 30),
-    "beside-vllm": script("beside_vllm", 180, "vllm"),
+    "beside-vllm": script("beside_vllm", 240, "vllm"),
     "async-llm": script("async_llm", 60),
     "speculation": script("speculation", 90),
     "sleep": script("sleep", 50),
