@@ -280,8 +280,7 @@ class EngineCore:
             plan = self.scheduler.schedule()
             if plan is None:
                 break
-            for slot, adapter in self.scheduler.adapter_slots.take_loads():
-                self.runner.load_adapter(slot, adapter.stored)
+            self._load_adapters()
             rows = self.scheduler.rows_with_grammars()
             try:
                 if rows:
@@ -292,6 +291,26 @@ class EngineCore:
             except StepError as error:
                 self._in_flight.append((plan, error))  # in the order of launches, like a result
         return False
+
+    def _load_adapters(self) -> None:
+        """Write the adapters that the scheduled step needs to their slots.
+
+        Requests whose adapter cannot be written end; their rows of the step will be dropped.
+        """
+        slots = self.scheduler.adapter_slots
+        for slot, adapter in slots.take_loads():
+            try:
+                self.runner.load_adapter(slot, adapter.stored)
+            except StepError:
+                raise  # a rank has ended
+            except Exception as error:  # of any type: only requests with this adapter fail
+                failure = RequestError.caused_by(error, "lora_request")
+                running = self.scheduler.running.values()
+                having = [each for each in running if each.adapter_slot == slot]
+                for request in having:
+                    self.scheduler.fail(request, failure)
+                self._changed += having
+                slots.lose(slot)
 
     def _complete(self, plan: StepPlan, rows: list[tuple[int, Request]]) -> None:
         """Take in all steps before ``plan``, whose layers run; then mask its rows and sample."""

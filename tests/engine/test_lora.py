@@ -6,10 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 
 from mrv1 import LLM, AsyncLLM, LoRARequest, RequestError, SamplingParams
 from mrv1.engine.request import Request
 from mrv1.models import Checkpoint
+from mrv1.models.lora import StoredAdapter
 from tests.models.adapters import merge, write_tiny
 from tests.models.families import save_checkpoint, tiny_checkpoint, tiny_config
 
@@ -141,6 +143,28 @@ def test_a_wrong_adapter_fails_alone(llm, requests, expected, tmp_path):
         llm.generate(PROMPTS, GREEDY, lora_request=[None])
     assert llm.list_loras() == {1}
     assert tokens(llm, PROMPTS) == expected[None]
+
+
+def test_an_adapter_that_cannot_be_written_fails_alone(llm, requests, expected, monkeypatch):
+    runner = llm.engine.runner
+    load = runner.load_adapter
+
+    def load_or_fail(slot: int, adapter: StoredAdapter) -> None:
+        if adapter.name == "b":
+            raise torch.OutOfMemoryError("no memory")
+        load(slot, adapter)
+
+    adapters = [requests["a"], requests["b"], None, requests["b"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "load_adapter", load_or_fail)
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=adapters)
+    for output, name, row in zip(outputs, ("a", "b", None, "b"), range(4), strict=True):
+        if name == "b":
+            assert isinstance(output.error, RequestError)
+            assert "lora_request: OutOfMemoryError('no memory')" in str(output.error)
+        else:
+            assert output.outputs[0].token_ids == expected[name][row]
+    assert tokens(llm, PROMPTS, requests["b"]) == expected["b"]
 
 
 def test_adapters_survive_sleep_and_new_weights(llm, requests, expected, base, folders):
