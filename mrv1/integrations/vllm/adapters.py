@@ -55,17 +55,15 @@ class WorkerAdapters:
         """Return the slot of a request that enters; -1 = it has no adapter.
 
         vLLM counts the adapters of the requests that it schedules in a step, ``scheduled``. Others
-        that it has not ended yet wait for their end, and lose their slot if another needs it.
+        that it has not ended yet wait for their end; those of one slot lose it if another adapter
+        needs it.
         """
         if asked is None:
             return -1
         adapter = self._adapter_of(asked)
         slot = self._slots.find(adapter)
         if slot is None:
-            idle = self._slot_of.keys() - scheduled
-            for other in idle:
-                self.leave(other)
-            self._lost |= idle
+            self._free_idle_slot(scheduled)
             slot = self._slots.find(adapter)
         if slot is None:
             raise ConfigError(
@@ -73,6 +71,17 @@ class WorkerAdapters:
             )
         self._slot_of[req_id] = slot
         return self._slots.enter(slot, adapter)
+
+    def _free_idle_slot(self, scheduled: Collection[str]) -> None:
+        """Take the slot that no scheduled request uses, and whose requests entered first."""
+        used = {self._slot_of[req_id] for req_id in self._slot_of.keys() & scheduled}
+        for slot in {*self._slot_of.values()} - used:
+            if self._slots.is_pinned(slot):
+                used.add(slot)
+        taken = next((slot for slot in self._slot_of.values() if slot not in used), None)
+        for req_id in [each for each, slot in self._slot_of.items() if slot == taken]:
+            self.leave(req_id)
+            self._lost.add(req_id)
 
     def leave(self, req_id: str) -> None:
         """Give back the slot of a request, if it has one."""
