@@ -137,7 +137,6 @@ def test_a_slot_takes_another_adapter_or_none(llama):
     [
         (AdapterPlace(0, "up"), (2, 64), (64, 2), "expected a place of the model"),
         (AdapterPlace(0, "o", part=1), (2, 64), (64, 2), "expected a place of the model"),
-        (AdapterPlace(0, "o", expert=0), (2, 64), (64, 2), "one of 1 experts"),
         (AdapterPlace(0, "o"), (6, 64), (64, 6), "expected a rank of 1 to 5, got 6"),
         (AdapterPlace(0, "o"), (2, 63), (64, 2), r"expected a \[2, 128\] and b \[64, 2\]"),
     ],

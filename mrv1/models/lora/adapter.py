@@ -18,12 +18,10 @@ class AdapterPlace(NamedTuple):
     layer: int
     """-1 = ``field`` is ``embed`` or ``lm_head``."""
     field: str
-    """A weight of ``LayerWeights`` (``qkv``, ``o``, ``gate_up``, ``down``), ``expert_gate_up`` or
-    ``expert_down`` of a layer with experts, ``embed`` or ``lm_head``."""
+    """A weight of ``LayerWeights`` (``qkv``, ``o``, ``gate_up``, ``down``), ``embed`` or
+    ``lm_head``."""
     part: int = 0
     """Index among the field's modules: query, key, value; gate, up."""
-    expert: int = -1
-    """The expert; -1 = the field has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

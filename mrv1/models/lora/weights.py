@@ -25,8 +25,7 @@ class LoraWeights:
     max_loras: int
     max_rank: int
     places: Mapping[tuple[int, str], LoraMatrices]
-    """By layer and field, as in ``AdapterPlace``. The slots of experts' places are ``max_loras``
-    times as many experts: the experts of an adapter are neighbours."""
+    """By layer and field, as in ``AdapterPlace``."""
 
     @classmethod
     def empty(
@@ -45,17 +44,17 @@ class LoraWeights:
         """
         places: dict[tuple[int, str], LoraMatrices] = {}
 
-        def add(key: tuple[int, str], slots: int, num_in: int, rows: tuple[int, ...]) -> None:
+        def add(key: tuple[int, str], num_in: int, rows: tuple[int, ...]) -> None:
             places[key] = LoraMatrices.empty(
-                slots, max_rank, num_in, rows, device=device, dtype=dtype
+                max_loras, max_rank, num_in, rows, device=device, dtype=dtype
             )
 
         for layer in range(config.num_layers):
             for field, (rows, num_in) in part_rows(config, layer).items():
-                add((layer, field), max_loras, num_in, rows)
+                add((layer, field), num_in, rows)
         tokens = config.vocab_size if vocab_rows is None else vocab_rows
-        add((NO_LAYER, "embed"), max_loras, tokens, (config.hidden_size,))
-        add((NO_LAYER, "lm_head"), max_loras, config.hidden_size, (tokens,))
+        add((NO_LAYER, "embed"), tokens, (config.hidden_size,))
+        add((NO_LAYER, "lm_head"), config.hidden_size, (tokens,))
         return cls(max_loras=max_loras, max_rank=max_rank, places=places)
 
     @property
@@ -74,25 +73,20 @@ class LoraWeights:
         self.clear(slot)
         for place, pair in adapter.pairs.items():
             matrices = self.places[place.layer, place.field]
-            index = self._index(matrices, slot, place)
             row = place.part * self.max_rank
             start = matrices.part_starts[place.part]
             columns = slice(start, start + matrices.part_rows[place.part])
             a, b = pair.a, pair.b.T
-            matrices.a[index, row : row + pair.rank].copy_(a, non_blocking=a.is_pinned())
-            matrices.b[index, : pair.rank, columns].copy_(b, non_blocking=b.is_pinned())
-            matrices.scaling[index, place.part] = pair.scaling
-            matrices.ranks[index, place.part] = pair.rank
+            matrices.a[slot, row : row + pair.rank].copy_(a, non_blocking=a.is_pinned())
+            matrices.b[slot, : pair.rank, columns].copy_(b, non_blocking=b.is_pinned())
+            matrices.scaling[slot, place.part] = pair.scaling
+            matrices.ranks[slot, place.part] = pair.rank
 
     def clear(self, slot: int) -> None:
         """Let a slot have no adapter."""
         self._check_slot(slot)
         for matrices in self.places.values():
-            matrices.ranks.unflatten(0, (self.max_loras, -1))[slot].zero_()
-
-    def _index(self, matrices: LoraMatrices, slot: int, place: AdapterPlace) -> int:
-        num_experts = len(matrices.ranks) // self.max_loras
-        return slot * num_experts + max(place.expert, 0)
+            matrices.ranks[slot].zero_()
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.max_loras:
@@ -102,9 +96,6 @@ class LoraWeights:
         matrices, name = self.places.get((place.layer, place.field)), _name(place)
         if matrices is None or not 0 <= place.part < len(matrices.part_rows):
             raise ValueError(f"{name}: expected a place of the model, got none")
-        num_experts = len(matrices.ranks) // self.max_loras
-        if place.expert >= num_experts or (place.expert < 0) != (num_experts == 1):
-            raise ValueError(f"{name}: expected one of {num_experts} experts")
         if not 1 <= pair.rank <= self.max_rank:
             raise ValueError(f"{name}: expected a rank of 1 to {self.max_rank}, got {pair.rank}")
         shape_a = [pair.rank, matrices.a.shape[2]]
@@ -132,12 +123,11 @@ class TokenAdapters(NamedTuple):
 
 def _name(place: AdapterPlace) -> str:
     layer = "" if place.layer == NO_LAYER else f"layer {place.layer}, "
-    expert = "" if place.expert < 0 else f", expert {place.expert}"
-    return f"{layer}{place.field}, part {place.part}{expert}"
+    return f"{layer}{place.field}, part {place.part}"
 
 
 def adapted_places(config: ModelConfig) -> Iterator[AdapterPlace]:
-    """Yield each place of a model that an adapter may adapt, but for experts."""
+    """Yield each place of a model that an adapter may adapt."""
     for layer in range(config.num_layers):
         for field, (rows, _) in part_rows(config, layer).items():
             yield from (AdapterPlace(layer, field, part) for part in range(len(rows)))
