@@ -149,7 +149,8 @@ def build_parts(
         )
         draft_model = None
         if head is not None:
-            draft_model = load_head(head, _head_path(config), model, ops)
+            with within_memory("speculative", "the draft head", device):
+                draft_model = load_head(head, _head_path(config), model, ops)
         clock.lap("weights")
     clock.lap("kernels")
     if model.deterministic != config.deterministic:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams
+from mrv1 import LLM, CapacityError, ConfigError, EngineConfig, SamplingParams
 from mrv1.config import checkpoint_dir
 from mrv1.engine.core import EngineCore
 from mrv1.kernels.registry import select_ops
@@ -118,6 +118,17 @@ def launched(core: EngineCore) -> list[tuple[int, int]]:
 
     core.runner.execute = counted
     return launches
+
+
+def test_a_head_that_memory_cannot_hold_is_refused(models, monkeypatch):
+    model, speculative, *_ = models["eagle3"]
+
+    def lacking(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("mrv1.runner.start.load_head", lacking)
+    with pytest.raises(CapacityError, match="speculative: expected room for the draft head"):
+        make_core(model, speculative=speculative)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
