@@ -38,7 +38,7 @@ TRITON_SUPPORTED = ((3, 6), (3, 10))
 TORCH_MIN = (2, 11)
 PACKAGES = ("torch", "triton", "numpy", "transformers", "tokenizers", "safetensors")
 
-_BY_TRITON = ("attention", "KV write", "token gather", "norm, rope, activation", "greedy and draw")
+_PARTS = ("attention", "KV write", "token gather", "norm, rope, activation", "sampling")
 _IMPLEMENTATION: dict[KernelPath, str] = {
     "triton": "Triton, compiled",
     "interpreter": "Triton, interpreted on the CPU (slow: for tests and learning)",
@@ -122,10 +122,10 @@ def used_for(path: KernelPath | None) -> dict[str, str]:
     """Return the implementation of each part of a step on ``path``."""
     if path is None:
         return {}
-    return dict.fromkeys(_BY_TRITON, _IMPLEMENTATION[path]) | {
-        "top-k and top-p": "torch",
-        "matrix products": "torch" + (" (cuBLAS)" if path == "triton" else ""),
-    }
+    products = _IMPLEMENTATION[path]
+    if path == "triton":
+        products += "; torch (cuBLAS) where tokens are many"
+    return dict.fromkeys(_PARTS, _IMPLEMENTATION[path]) | {"matrix products": products}
 
 
 def prefill_use(device: torch.device | None) -> dict[str, str]:

@@ -159,18 +159,20 @@ def test_a_gpu_is_shown_and_used(mrv1: Mrv1):
     assert found["used_for"]["attention"] == "Triton, compiled"
 
 
-@pytest.mark.parametrize("path", ["triton", "interpreter", "reference"])
-def test_every_path_names_its_implementation_of_attention(path):
-    attention = facts.used_for(path)["attention"]
-    assert (
-        attention
-        == {
-            "triton": "Triton, compiled",
-            "interpreter": "Triton, interpreted on the CPU (slow: for tests and learning)",
-            "reference": "torch reference",
-        }[path]
-    )
-    assert facts.used_for(path)["top-k and top-p"] == "torch"
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("triton", "Triton, compiled"),
+        ("interpreter", "Triton, interpreted on the CPU (slow: for tests and learning)"),
+        ("reference", "torch reference"),
+    ],
+)
+def test_every_path_names_its_implementation_of_each_part(path, name):
+    parts = facts.used_for(path)
+    products = parts.pop("matrix products")
+    assert products == name + "; torch (cuBLAS) where tokens are many" * (path == "triton")
+    assert set(parts.values()) == {name}
+    assert {"attention", "sampling"} <= parts.keys()
 
 
 def test_interpreter_is_recognised_and_python_m_works():
