@@ -129,3 +129,43 @@ def products_table(file: ResultFile) -> str:
         versions(file.result),
         f"clocks {conditions['clocks']}",
     )
+
+
+EXPERTS = (
+    Column("shape", "shape", TEXT),
+    Column("tokens", "tokens", "{:,}"),
+    Column("active expected", "active experts (expected)", "{:.1f} ({:.1f})"),
+    Column("products", "products, us", "{:,.1f}"),
+    Column("share", "share of the copy bandwidth", "{:.0%}"),
+    Column("layer", "layer, us", "{:,.1f}"),
+    Column("vllm", "vLLM: products and sum, us", "{:,.1f}"),
+)
+"""Columns of a layer's experts."""
+
+
+def experts_table(file: ResultFile) -> str:
+    """Return the microseconds of a layer's experts, and of vLLM's kernel for them."""
+    conditions = file.result["conditions"]
+    rows = [
+        {
+            "shape": entry["shape"],
+            "tokens": entry["tokens"],
+            "active": entry["active_experts"],
+            "expected": entry["expected_experts"],
+            "products": entry["us"]["products"],
+            "share": entry["share_of_copy_bandwidth"].get("products"),
+            "layer": entry["us"]["layer"],
+            "vllm": entry["us"].get("vllm products and sum"),
+        }
+        for entry in file.result["results"]
+    ]
+    return with_conditions(
+        markdown(EXPERTS, rows),
+        file,
+        "both products of a layer's experts, their routes given; the layer: with routing, sum, "
+        f"residual and norm; {file.result['dtype']}, of gpt-oss-20b codes, one {file.device}",
+        f"medians of {conditions['repeats']} samples, {conditions['timer']}; {conditions['data']}",
+        f"vLLM {file.result['vllm'] or 'not installed'}",
+        versions(file.result),
+        f"clocks {conditions['clocks']}",
+    )

@@ -32,7 +32,13 @@ from benchmarks.report.features import (
     start_parts_table,
 )
 from benchmarks.report.files import ResultFile, load
-from benchmarks.report.kernels import all_reduce_table, kernel_table, products_table, sampler_table
+from benchmarks.report.kernels import (
+    all_reduce_table,
+    experts_table,
+    kernel_table,
+    products_table,
+    sampler_table,
+)
 from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
 from benchmarks.report.performance import performance_table
@@ -59,6 +65,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},
     "Products of a layer": {("products", 1): products_table},
+    "Experts of a layer": {("experts", 1): experts_table},
     "KV cache write": {("kv_cache_write", 2): kernel_table},
     "Sampler": {("sample_tokens", 1): sampler_table},
     "Head policies": {("capacity", 2): capacity_table, ("headwise", 1): headwise_table},
