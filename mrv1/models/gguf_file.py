@@ -128,18 +128,10 @@ _WITHOUT_EFFECT = frozenset(
         "vocab_size",  # the embedding has it
         # Of dense Granite 4, whose converter writes settings of layers that it does not have.
         "expert_shared_feed_forward_length",
-        *(
-            f"ssm.{name}"
-            for name in (
-                "conv_kernel",
-                "state_size",
-                "group_count",
-                "inner_size",
-                "time_step_rank",
-            )
-        ),
+        "ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size",
+        "ssm.time_step_rank",
     }
-)
+)  # fmt: skip
 
 NUMBERS = ("F64", "F32", "F16", "BF16")
 """Types of tensors that are not quantized."""

@@ -104,12 +104,8 @@ def read_awq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model
     for key in ("version", "format"):
         config.choice(key, ("gemm", "GEMM"), "gemm")
     config.choice("zero_point", (True,), True)
-    size = config.get("group_size", 128)
-    if type(size) is not int or (size < 1 and size != -1):
-        raise config.error("group_size", "a positive integer, or -1 for all inputs")
-    form = AWQFormat(
-        code="uint4", inputs=max(size, 0), scale_dtype=scale_dtype, zeros_dtype=torch.uint8
-    )
+    inputs = max(config.group_size(128), 0)
+    form = AWQFormat(code="uint4", inputs=inputs, scale_dtype=scale_dtype, zeros_dtype=torch.uint8)
     return AWQ(form=form, left_out=config.names("modules_to_not_convert"), prefix=prefix)
 
 

@@ -172,9 +172,7 @@ def _format(
 ) -> GPTQFormat:
     """Return the format that settings describe, or change of ``default``."""
     bits = config.choice("bits", BITS, default and default.bits)
-    size = config.get("group_size", 128 if default is None else default.inputs or -1)
-    if type(size) is not int or (size < 1 and size != -1):
-        raise config.error("group_size", "a positive integer, or -1 for all inputs")
+    size = config.group_size(128 if default is None else default.inputs or -1)
     flags = (True, False)
     is_plain = not config.choice("desc_act", flags, default is not None and default.has_order)
     has_zeros = not config.choice("sym", flags, default is None or default.zeros_dtype is None)

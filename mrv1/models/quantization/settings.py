@@ -41,6 +41,13 @@ class Settings:
             raise self.error(key, "a positive integer")
         return value
 
+    def group_size(self, default: int) -> int:
+        """Return the inputs of a group, ``group_size``; -1 = all."""
+        size = self.get("group_size", default)
+        if type(size) is not int or (size < 1 and size != -1):
+            raise self.error("group_size", "a positive integer, or -1 for all inputs")
+        return size
+
     def pair(self, key: str) -> tuple[int, int]:
         """Return a setting that is two positive integers."""
         value = self.get(key)
