@@ -350,6 +350,15 @@ PARAMS = _named(
 )  # fmt: skip
 """Fields of ``SamplingParams``, and some of older versions."""
 
+FORM = _named(
+    ("json regex choice json_object disable_any_whitespace disable_additional_properties "
+     "whitespace_pattern", _same()),
+    ("grammar", _same("EBNF or Lark")),
+    ("structural_tag", _not_here("write it as a `grammar`, in which a tag's text is a rule")),
+    ("disable_fallback", _no_op("llguidance reads every form")),
+)  # fmt: skip
+"""Fields of ``StructuredOutputsParams``."""
+
 
 def translated(
     given: Mapping[str, Any], rows: Mapping[str, Row], of: str, error: Callable[[str], Exception]

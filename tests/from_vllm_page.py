@@ -18,6 +18,7 @@ TABLES: dict[str, Mapping[str, Row]] = {
     "Keys of a prompt": from_vllm.PROMPT,
     "Fields of outputs": from_vllm.OUTPUT,
     "`SamplingParams`": from_vllm.PARAMS,
+    "`StructuredOutputsParams`": from_vllm.FORM,
 }
 
 

@@ -16,11 +16,12 @@ from mrv1 import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    StructuredOutputsParams,
     TextPrompt,
     TokensPrompt,
 )
 from mrv1.engine.llm_options import LLMOptions
-from mrv1.from_vllm import ARGUMENTS, METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
+from mrv1.from_vllm import ARGUMENTS, FORM, METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
 from tests.from_vllm_page import PAGE, written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -34,6 +35,7 @@ OWN = {
         {each.name for output in (RequestOutput, CompletionOutput) for each in fields(output)},
     ),
     "params": (PARAMS, {each.name for each in fields(SamplingParams)}),
+    "form": (FORM, {each.name for each in fields(StructuredOutputsParams)}),
 }
 
 
@@ -162,6 +164,10 @@ def test_an_argument_of_vllm_is_taken_or_says_what_to_do(llm):
         with pytest.raises(RequestError) as refused:
             call(given, GREEDY, **{name: [1]})
         assert str(refused.value).endswith(ARGUMENTS[name].note)
+    with pytest.raises(RequestError, match=r"write prompts=\[TokensPrompt"):
+        llm.generate(prompt_token_ids=[5, 6], sampling_params=GREEDY)
+    with pytest.raises(RequestError, match="prompts: expected a prompt or a list of prompts, got"):
+        llm.generate(sampling_params=GREEDY)
     with pytest.raises(TypeError, match="melts: expected an argument of generate"):
         llm.generate("ROMEO:", melts=1)
 
@@ -182,3 +188,21 @@ def test_a_field_of_vllms_params_is_taken_or_says_what_to_do():
         "best_of: expected a field of SamplingParams, got vLLM's best_of=3: "
         + PARAMS["best_of"].note
     )
+
+
+def test_optional_params_are_those_that_are_given():
+    given = SamplingParams.from_optional(temperature=None, n=2, stop=None, skip_clone=True)
+    assert given == SamplingParams(n=2)
+    with pytest.raises(RequestError, match="temperature: expected 0 or a number"):
+        SamplingParams.from_optional(temperature=-1)
+
+
+def test_a_field_of_a_form_is_taken_or_says_what_to_do():
+    same = StructuredOutputsParams(regex="a+", structural_tag=None, disable_fallback=True)
+    assert same == StructuredOutputsParams(regex="a+")
+    assert pickle.loads(pickle.dumps(same)) == same
+    with pytest.raises(RequestError) as refused:
+        StructuredOutputsParams(structural_tag="{}")
+    assert str(refused.value).endswith(FORM["structural_tag"].note)
+    with pytest.raises(RequestError, match=r"structured_outputs: expected one of json, .*'xml'"):
+        StructuredOutputsParams(xml="a")

@@ -126,7 +126,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
@@ -138,7 +138,7 @@ class LLM:
         """Return the finished outputs of ``prompts``, in their order.
 
         Args:
-            prompts: one prompt, or a list of prompts.
+            prompts: one prompt, or a list of prompts; None is refused.
             sampling_params: for all, or a list of the same length; None =
                 ``get_default_sampling_params()``. Parameters that are given are taken as they are.
             use_tqdm: show a progress bar for a list of prompts; only in the main thread, because a
@@ -164,7 +164,7 @@ class LLM:
                 f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
             )
         single = is_prompt(prompts)
-        batch = cast("list[Prompt]", [prompts] if single else list(prompts))
+        batch = cast("list[Prompt]", [prompts] if single else list(prompts or ()))
         default = self.get_default_sampling_params()
         params = params_per_prompt(sampling_params, len(batch), default)
         priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))

@@ -132,7 +132,7 @@ def _token_ids(prompt: object, tokenizer: Tokenizer) -> Sequence[int]:
     )
 
 
-def is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+def is_prompt(prompts: Prompt | Sequence[Prompt] | None) -> bool:
     """Return whether this is one prompt: text, dict, or a list that starts with a number."""
     if isinstance(prompts, str | Mapping):
         return True

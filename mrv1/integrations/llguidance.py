@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import metadata
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mrv1.errors import ConfigError, RequestError
+from mrv1.from_vllm import FORM, translated
 from mrv1.integrations.json_schema import JsonSchema
 from mrv1.options import Range, check_fields, instances
 from mrv1.sampler.params import short
@@ -310,8 +311,21 @@ _TEXT = instances(str, "text")
 _CHOICES = Range("texts that are not empty", _is_choice)
 
 
+class _NamesOfVLLM(type):
+    """Refuses vLLM's fields that are not here with what to do instead, and unknown ones."""
+
+    def __call__(cls, **given: Any) -> Any:  # noqa: ANN401 - of any field
+        params = translated(given, FORM, "a field of StructuredOutputsParams", RequestError)
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        if unknown := sorted(params.keys() - set(known)):
+            raise RequestError(
+                f"structured_outputs: expected one of {', '.join(known)}; got {short(unknown[0])}"
+            )
+        return super().__call__(**params)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StructuredOutputsParams:
+class StructuredOutputsParams(metaclass=_NamesOfVLLM):
     """The form of an output, by one of the first fields below; names and meaning are vLLM's.
 
     It is the value of ``SamplingParams.structured_outputs``, needs the package llguidance

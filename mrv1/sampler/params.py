@@ -270,6 +270,11 @@ class SamplingParams(metaclass=_NamesOfVLLM):
             object.__setattr__(copied, "logit_bias", _plain(self.logit_bias, depth=1))
         return copied
 
+    @classmethod
+    def from_optional(cls, **params: Any) -> Self:  # noqa: ANN401 - of any field
+        """Return parameters in which None stands for a field that is not given, as in vLLM."""
+        return cls(**{name: value for name, value in params.items() if value is not None})
+
     def clone(self) -> Self:
         """Return a copy; a change of one of the two does not change the other."""
         return replace(self)
