@@ -6,6 +6,7 @@
 #   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
 #                   every compile target, other transformers, vLLM's engine and server, Ray Data
 #   make docs       the documents and the API reference as a site, in build/site
+#   make chat-picture  draw docs/chat.svg, the moving picture of README.md, from a conversation
 #   make notebooks  run the notebooks and write what they show to docs/notebooks
 #   make soak       an hour of random load on a CPU (SECONDS=3600), for every night: nothing leaks
 #   make test-gpu   the GPU suite, run by the Python that PYTHON names; installs nothing
@@ -72,7 +73,7 @@ export BEYOND_AVX2
 .PHONY: help demo chat-model test test-full test-gpu soak install lint types hooks \
 	test-host test-interp test-compile \
 	full-host full-interp full-avx2 full-compile full-triton39 full-transformers \
-	$(TRANSFORMERS_LANES) full-extras full-vllm full-ray docs notebooks lock clean
+	$(TRANSFORMERS_LANES) full-extras full-vllm full-ray docs chat-picture notebooks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -256,6 +257,10 @@ docs: $(VENV)/.docs
 # With a GPU they show a GPU's figures. The tests tell when a page is older than its notebook.
 notebooks: $(VENV)/.dev $(VENV)/.chat-model $(lastword $(VLLM_FOLDERS))/.installed
 	PYTHONPATH=$(CURDIR)/$(lastword $(VLLM_FOLDERS)) $(BIN)/python docs/render_notebooks.py
+
+# A terminal's width of text, at the times at which the chat model wrote it.
+chat-picture: $(VENV)/.chat-model
+	$(BIN)/python docs/chat_picture.py
 
 # --- other ----------------------------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import mrv1
 import mrv1.kernels
 import mrv1.runner
+from docs import chat_picture
 
 REPO = Path(__file__).resolve().parents[1]
 PAGES = sorted([*REPO.glob("*.md"), *REPO.glob("docs/*.md"), *REPO.glob("benchmarks/**/*.md")])
@@ -99,3 +101,35 @@ def test_every_page_is_in_the_sites_navigation():
     navigation = (REPO / "mkdocs.yml").read_text("utf-8").partition("nav:")[2]
     pages = {str(page.relative_to(REPO / "docs")) for page in REPO.glob("docs/**/*.md")}
     assert pages <= set(re.findall(r"- ([\w/-]+\.md)$", navigation, re.MULTILINE))
+
+
+# --- the picture of the chat --------------------------------------------------------------------
+
+
+def test_the_picture_shows_what_a_program_printed_when():
+    """The progress of loading is left out, waits are shortened, questions are typed by key."""
+    printed = [
+        (10.0, "\rLoading weights 10%"), (90.0, "\x1b[2Kon cpu\r\n"), (90.1, "> "),
+        (95.0, "And?\r\n"), (95.5, "a <b>"), (95.75, "\r\n> "),
+    ]  # fmt: skip
+    pieces = [*chat_picture.timed(printed, ["And?"])]
+    assert "".join(text for _, text in pieces) == (
+        "$ mrv1 chat --temperature 0\non cpu\n> And?\na <b>\n> "
+    )
+    times = [moment for moment, _ in pieces]
+    assert times == sorted(times)
+    assert times[-1] - times[-2] == pytest.approx(0.25)
+    assert times[-1] < 10
+    drawn = ElementTree.fromstring(chat_picture.picture(pieces))
+    shown = [each for each in drawn.iter() if each.tag.endswith("}text")]
+    assert "".join(each.text for each in shown) == (
+        "$ mrv1 chat --temperature 0on cpu> And?a <b>> "
+    )
+    assert len({each.get("y") for each in shown}) == 5
+
+
+def test_the_picture_in_the_readme_is_of_this_program():
+    text = "".join(ElementTree.parse(REPO / "docs" / "chat.svg").getroot().itertext())
+    assert text.replace("\n", "").count("> ") == len(chat_picture.QUESTIONS) + 1
+    assert "mrv1 chat --temperature 0" in text.replace("\n", "")
+    assert "docs/chat.svg" in (REPO / "README.md").read_text("utf-8")

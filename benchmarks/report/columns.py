@@ -347,6 +347,11 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("figures", "figures"),
         Column("files", "files"),
     ),
+    "why": (
+        Column("what", "what"),
+        Column("figure", "measured"),
+        Column("files", "file"),
+    ),
     "sleep": (
         Column("call", "seconds"),
         Column("sleep_s", "`sleep`", "{:.3f}"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -43,10 +44,11 @@ from benchmarks.report.longest import longest_runs
 from benchmarks.report.other import other_file
 from benchmarks.report.performance import performance_table
 from benchmarks.report.policies import capacity_table, headwise_table, recall_table
+from benchmarks.report.why import why_table
 from mrv1.errors import ConfigError
 
 BEGIN, END = "<!-- results:{} -->", "<!-- /results:{} -->"
-"""Around a block of a page that the report fills, by its name: "generate" or "performance"."""
+"""Around a block of a page that the report fills; its name is that of a function there."""
 NONE_YET = "Nothing has been measured yet."
 HEAD = """# Measured results
 
@@ -147,12 +149,16 @@ def make_report(results: Path, output: Path, pages: Sequence[Path] = ()) -> Repo
     for page in pages:
         if not page.is_file():
             raise ConfigError(f"--page: expected an existing file, got {page}")
+        blocks: dict[str, Callable[[], str]] = {
+            "performance": lambda: performance_table(known),
+            "why": lambda: why_table(known) or NONE_YET,
+            "generate": partial(_excerpt, known, pictures, page.parent),
+        }
         text = page.read_text("utf-8")
-        if BEGIN.format("performance") in text:
-            texts[page] = with_block(text, "performance", performance_table(known))
-        else:
-            excerpt = _excerpt(known, pictures, page.parent)
-            texts[page] = with_block(text, "generate", excerpt)
+        named = [name for name in blocks if BEGIN.format(name) in text]
+        for name in named or ["generate"]:
+            text = with_block(text, name, blocks[name]())
+        texts[page] = text
     return Report(texts, pictures, folder)
 
 
