@@ -59,8 +59,7 @@ def compare(
         calls = []
         for function in (op, oracle):
             own = copy.deepcopy(given_once)
-            by_name = isinstance(own, Mapping)
-            result = function(**own) if by_name else function(*own)
+            result = function(**own) if isinstance(own, Mapping) else function(*own)
             calls.append({"arguments": own, "result": result})
         got, expected = (dict(_tensors("", call)) for call in calls)
         if got.keys() != expected.keys():
