@@ -106,7 +106,13 @@ def train(
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     means = []
-    with LLM("tiny", device=device, dtype=dtype, deterministic=True, num_kv_blocks=1024) as llm:
+    options = {
+        "num_kv_blocks": 1024,
+        # CUDA graphs are captured after each sleep: no more sizes than are needed.
+        "max_num_seqs": len(PROMPTS) * group,
+        "max_num_batched_tokens": 2048,
+    }
+    with LLM("tiny", device=device, dtype=dtype, deterministic=True, **options) as llm:
         for step in range(steps):
             groups = rollouts(llm, group, max_tokens, seed=step)
             drawn = [each for group in groups for each in group]

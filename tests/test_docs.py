@@ -99,8 +99,13 @@ def test_api_reference_names_every_public_name():
 
 def test_every_page_is_in_the_sites_navigation():
     navigation = (REPO / "mkdocs.yml").read_text("utf-8").partition("nav:")[2]
-    pages = {str(page.relative_to(REPO / "docs")) for page in REPO.glob("docs/**/*.md")}
-    assert pages <= set(re.findall(r"- ([\w/-]+\.md)$", navigation, re.MULTILINE))
+    pages = {str(page.relative_to(REPO)) for page in REPO.glob("docs/**/*.md")}
+    hook = (REPO / "docs" / "site_files.py").read_text("utf-8")  # it needs mkdocs
+    elsewhere = dict(re.findall(r'^    "(.+\.md)": "(.+\.md)",', hook, re.MULTILINE))
+    on_site = {elsewhere.get(page, page.removeprefix("docs/")) for page in pages}
+    in_navigation = re.findall(r"(?:- |: )([\w/-]+\.md)$", navigation, re.MULTILINE)
+    assert on_site | set(elsewhere.values()) == set(in_navigation)
+    assert len(in_navigation) == len(set(in_navigation))
 
 
 # --- the picture of the chat --------------------------------------------------------------------

@@ -68,7 +68,7 @@ class AsyncLLM:
     **Forks.** A forked child has no engine thread: there every call raises a ``RuntimeError``,
     while the parent's engine goes on.
 
-    Example:
+    Examples:
         >>> async def complete(prompt: str) -> int:
         ...     async with AsyncLLM("tiny") as llm:
         ...         async for output in llm.generate(prompt, SamplingParams(max_tokens=8)):

@@ -62,7 +62,7 @@ class LLM:
     **Interrupts.** An exception in the middle of a step (``KeyboardInterrupt``) ends every running
     request with an error, in all threads, and empties the prefix cache; later calls work as usual.
 
-    Example:
+    Examples:
         >>> with LLM("tiny") as llm:
         ...     output = llm.generate("ROMEO:", SamplingParams(max_tokens=8))[0]
         >>> len(output.outputs[0].token_ids)

@@ -47,7 +47,7 @@ class VisionEncoder:
 
     The classes are transformers' own. It holds the encoder's weights until it is deleted.
 
-    Example:
+    Examples:
         >>> encoder = VisionEncoder("path/to/Qwen2.5-VL-3B-Instruct")  # doctest: +SKIP
         >>> prompt = encoder.prompt(token_ids, ["photo.jpg"])  # doctest: +SKIP
         >>> llm.generate(prompt)  # doctest: +SKIP
