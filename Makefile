@@ -3,8 +3,9 @@
 #   make demo       generate text with the embedded model
 #   make chat-model install a small chat model for --model smollm2: SmolLM2-135M-Instruct, 93 MB
 #   make test       lint, types, and the suite: host tests, interpreted kernels, compile checks
-#   make test-full  `make test`, then the API reference, many more hypothesis examples, soak tests,
-#                   every compile target, other transformers, vLLM's engine and server, Ray Data
+#   make test-full  all of `make test` with many more hypothesis examples, then the API reference,
+#                   soak tests, every compile target, other transformers, vLLM's engine and server,
+#                   Ray Data
 #   make docs       the documents and the API reference as a site, in build/site
 #   make chat-picture  draw docs/chat.svg, the moving picture of README.md, from a conversation
 #   make notebooks  run the notebooks and write what they show to docs/notebooks
@@ -72,7 +73,7 @@ export BEYOND_AVX2
 
 .PHONY: help demo chat-model test test-full test-gpu soak install lint types hooks \
 	test-host test-interp test-compile \
-	full-host full-interp full-avx2 full-compile full-triton39 full-transformers \
+	full-host full-interp full-compile full-triton39 full-transformers \
 	$(TRANSFORMERS_LANES) full-extras full-vllm full-ray docs chat-picture notebooks lock clean
 
 help:
@@ -156,28 +157,34 @@ test-compile: $(VENV)/.dev
 
 # --- make test-full -------------------------------------------------------------------------------
 
-# `make test`, the site, properties with more examples, long tests, the other compile targets.
-test-full: test docs full-extras full-compile full-triton39 full-transformers full-vllm full-ray \
-	full-avx2 full-interp full-host
+# Every test of `make test` is in full-host, full-interp or full-compile, where properties have more
+# examples: test-host and test-interp beforehand would find nothing that these do not.
+test-full: lint types hooks docs full-extras full-compile full-triton39 full-transformers full-vllm \
+	full-ray full-interp full-host
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
 full-host: $(VENV)/.dev $(VENV)/.chat-model
-	$(HOST) --hypothesis-profile=full \
-		-m "(hypothesis or full or slow) and not (interp or gpu_only or compile or big)"
+	$(HOST) --hypothesis-profile=full -m "not (interp or gpu_only or compile or big)"
 
 full-interp: $(VENV)/.dev
-	$(INTERP) --hypothesis-profile=full -m "interp and (hypothesis or full or slow) and not big" \
-		$(INTERP_FILES)
+	$(INTERP) --hypothesis-profile=full -m "interp and not big" $(INTERP_FILES)
 
 full-compile: $(VENV)/.dev
-	$(HOST) -m "compile and ($(LONG))" $(COMPILE_FILES)
+	$(HOST) -m "compile and not big" $(COMPILE_FILES)
 
 $(TRITON_39)/.installed: | $(VENV)/.dev
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --upgrade \
 		--target $(TRITON_39) triton==3.9.0
 	@touch $@
 
+# The interpreter's bits must not depend on the CPU: where this one has AVX-512, the interpreted
+# tests run as on one without it. full-interp runs them with it, and with the triton of the lock.
 full-triton39: $(TRITON_39)/.installed
+	@if grep -qw avx512f /proc/cpuinfo; then \
+		echo "full-triton39: interprets kernels without AVX-512"; \
+		export NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c "$$BEYOND_AVX2")"; \
+		export OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2; \
+	fi; \
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(INTERP) $(QUICK) -m "interp and not ($(LONG))" $(INTERP_FILES)
 	PYTHONPATH=$(CURDIR)/$(TRITON_39) $(HOST) -m "compile and not ($(LONG))" $(COMPILE_FILES)
 
@@ -239,16 +246,6 @@ $(RAY)/.installed: | $(VENV)/.dev
 
 full-ray: $(RAY)/.installed
 	PYTHONPATH=$(CURDIR)/$(RAY) $(ONE_THREAD) $(BIN)/python -m pytest tests/test_ray_data.py
-
-# The interpreter's bits must not depend on the CPU: its lane, run as on a CPU without AVX-512.
-full-avx2: $(VENV)/.dev
-	@if grep -qw avx512f /proc/cpuinfo; then \
-		export NPY_DISABLE_CPU_FEATURES="$$($(BIN)/python -c "$$BEYOND_AVX2")"; \
-		export OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2; \
-		$(INTERP) -m "interp and not ($(LONG))" $(INTERP_FILES); \
-	else \
-		echo "full-avx2: not run: this CPU has no AVX-512, so that every lane ran without it"; \
-	fi
 
 # Every warning is an error: a broken link, a docstring that is not of the format, an unknown name.
 docs: $(VENV)/.docs
