@@ -402,6 +402,38 @@ def test_installing_again_changes_nothing():
     assert (type(builder), builder.options) == before
 
 
+def test_kept_types_are_those_that_would_be_made():
+    """Also the second time, and where a size is of another type or only equal to one."""
+    pointers = [
+        tl.pointer_type(tl.int8), tl.pointer_type(tl.int8, const=True),
+        tl.pointer_type(tl.int8, address_space=3), tl.pointer_type(tl.pointer_type(tl.int8)),
+    ]  # fmt: skip
+    scalars = [tl.float32, tl.bfloat16, tl.int1, *pointers]
+    for _ in range(2):
+        for scalar in scalars:
+            for sizes in ([4], [2, 4], [tl.constexpr(4), 2]):
+                block = tl.block_type(scalar, sizes)
+                values = [getattr(size, "value", size) for size in sizes]
+                assert (block.scalar, block.shape.values) == (scalar, values)
+                assert (block.numel, block.name) == (
+                    np.prod(values), f"<{block.shape}, {scalar}>",
+                )  # fmt: skip
+                value = tl.tensor(None, block)
+                assert (value.type, value.dtype) == (block, scalar)
+                assert [size.value for size in value.shape] == values
+                assert value.numel.value == np.prod(values)
+            assert tl.tensor(None, scalar).numel.value == 1
+            assert len(tl.tensor(None, scalar).shape) == 0
+        for sizes, error in (([3], ValueError), ([4.0], TypeError), ([], TypeError)):
+            with pytest.raises(error):
+                tl.block_type(tl.float32, sizes)
+    for scalar in scalars:
+        itemsize = 8 if scalar in pointers else scalar.primitive_bitwidth // 8 or 1
+        of_block = triton.runtime.interpreter._get_np_dtype(tl.block_type(scalar, [4]))
+        assert of_block == triton.runtime.interpreter._get_np_dtype(scalar)
+        assert of_block.itemsize == itemsize
+
+
 # --- threads -----------------------------------------------------------------------------------
 
 
@@ -522,22 +554,23 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{arguments!r}]))
 
 
 def _run_checked(*arguments: str) -> None:
+    """Run tests with few examples: with checks each takes many times as long."""
+    arguments += ("--hypothesis-profile=quick",)
     printed = _child(CHECKED_LANE.format(arguments=arguments))
     assert " passed" in printed
     assert "skipped" not in printed
 
 
 @pytest.mark.parametrize(
-    ("profile", "others"),
-    [("quick", []), pytest.param("dev", ["sample_tokens"], marks=pytest.mark.full)],
+    "kernels",
+    [
+        ["rms_norm", "rope", "activation", "gather_tokens"],
+        pytest.param(["sample_tokens"], marks=pytest.mark.full),
+    ],
 )
-def test_small_kernels_pass_with_every_check_on(profile, others):
+def test_small_kernels_pass_with_every_check_on(kernels):
     _run_checked(
-        *(
-            f"tests/kernels/test_{kernel}.py"
-            for kernel in ["rms_norm", "rope", "activation", "gather_tokens", *others]
-        ),
-        f"--hypothesis-profile={profile}",
+        *(f"tests/kernels/test_{kernel}.py" for kernel in kernels),
         "-m",
         "not full",
         "-k",

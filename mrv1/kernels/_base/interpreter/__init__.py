@@ -23,6 +23,7 @@ import triton.language as tl
 from mrv1.kernels._base.interpreter.bounds import BoundedExecutor, CheckedMemory
 from mrv1.kernels._base.interpreter.builder import CorrectedBuilder
 from mrv1.kernels._base.interpreter.internals import Opaque, Tensor, tensors_of, ti
+from mrv1.kernels._base.interpreter.kept_types import keep_types
 from mrv1.kernels._base.interpreter.reductions import CorrectedReduceOps, CorrectedScanOps
 
 __all__ = ["install", "install_bounds"]
@@ -43,6 +44,7 @@ def install(*, debug: bool = False) -> None:
         _copy_back_only_from_copies()
         _parse_in_one_thread()
         _patch_library_once()
+        keep_types()
         # Stock, every int32 operation is repeated in int64 and the check thrown away.
         builder.options = ti.InterpreterOptions(debug=False, sanitize_overflow=False)
     if debug:
