@@ -74,7 +74,7 @@ class Op(NamedTuple):
 @st.composite
 def params(draw) -> dict[str, Any]:
     """Draw sampling parameters: greedy or random, with edits, filters and reports."""
-    chosen: dict[str, Any] = {"max_tokens": draw(st.integers(1, 16))}
+    chosen: dict[str, Any] = {"max_tokens": draw(st.integers(4, 12))}
     chosen |= {
         "temperature": draw(st.sampled_from([0, 0, 0.8, 1.5])),
         "seed": draw(st.integers(0, 9)),
@@ -102,14 +102,14 @@ def params(draw) -> dict[str, Any]:
 @st.composite
 def scripts(draw) -> list[Op]:
     """Draw a script; prompts share a prefix, and some have images."""
-    shared = draw(st.lists(TEXT_TOKENS, max_size=40))
+    shared = draw(st.lists(TEXT_TOKENS, min_size=16, max_size=40))
     ops = []
-    for index in range(draw(st.integers(1, 7))):
-        tail = draw(st.lists(TEXT_TOKENS, min_size=1, max_size=20))
+    for index in range(draw(st.integers(3, 5))):
+        tail = draw(st.lists(TEXT_TOKENS, min_size=17, max_size=40))
         prompt = [*(shared if draw(st.booleans()) else []), *tail]
         images = draw(st.lists(st.integers(0, 2), max_size=2))
         ops.append(Op("add", (prompt, images, draw(params()))))
-        ops.append(Op("step", draw(st.integers(0, 6))))
+        ops.append(Op("step", draw(st.integers(0, 3))))
         if draw(st.integers(0, 5)) == 0:
             ops.append(Op("abort", draw(st.integers(0, index))))
         if draw(st.integers(0, 3)) == 0:
