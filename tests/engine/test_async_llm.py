@@ -205,7 +205,7 @@ def test_requests_take_turns_if_not_all_outputs_are_taken(monkeypatch):
 # --- the end of a task ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds", [pytest.param(30, marks=pytest.mark.full), 1])
+@pytest.mark.parametrize("seconds", [pytest.param(10, marks=pytest.mark.full), 1])
 def test_tasks_and_threads_with_random_cancellations(monkeypatch, seconds):
     """Every accepted request ends once, outputs are those of a run alone, nothing leaks."""
     llm = make_llm(monkeypatch, AsyncLLM, num_kv_blocks=9, max_num_seqs=6)

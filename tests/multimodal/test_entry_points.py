@@ -343,7 +343,7 @@ def test_flashinfer_refuses_ranges_by_name():
 
 
 @pytest.mark.parametrize(
-    "num_requests", [12, pytest.param(400, marks=[pytest.mark.full, pytest.mark.slow])]
+    "num_requests", [12, pytest.param(100, marks=[pytest.mark.full, pytest.mark.slow])]
 )
 def test_device_bytes_return_to_the_start(num_requests):
     """Aborts, preemptions and shared images in a pool that is too small for two requests."""
