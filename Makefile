@@ -46,6 +46,7 @@ TRITON_39 := $(VENV)/triton-3.9.0
 # vLLM's Python files alone, in a folder for each version: its wheels hold gigabytes of GPU code.
 VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
+VLLM_LANES := $(VLLMS:%=full-vllm-%)
 RAY := $(VENV)/ray
 # The oldest that vLLM 0.33 takes, and the newest, which is the lock's: test-host has run that one.
 # What is not as constraints.txt has it, beside it.
@@ -54,6 +55,12 @@ TRANSFORMERS_LANES := full-transformers-$(firstword $(TRANSFORMERS))
 BESIDE_5.16.1 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
 TRANSFORMERS_FILES := $(shell grep -rlE '^ *(import|from) transformers|\<CACHE\>|import fp8_logits' \
 	tests --include='test_*.py' --exclude-dir=vllm)
+# Lanes of one process, the longest first, and a command that runs lanes side by side and prints
+# the output of each at its end.
+SINGLE := $(VLLM_LANES) types full-ray docs hooks full-extras
+side_by_side = printf '%s\n' $(1) | xargs --max-procs=$(WORKERS) --replace={} bash -c ' \
+	$(MAKE) --no-print-directory {} >$(VENV)/{}.log 2>&1 && result=0 || result=$$?; \
+	echo "make {}:"; cat $(VENV)/{}.log; exit $$result'
 # Resolves the extras, as everything on PyPI was at that time, for Linux of 2022 and later.
 UV := $(VENV)/uv
 RESOLVE := $(UV)/bin/uv pip install --dry-run --quiet --cache-dir $(UV)/cache --no-build \
@@ -74,7 +81,8 @@ export BEYOND_AVX2
 .PHONY: help demo chat-model test test-full test-gpu soak install lint types hooks \
 	test-host test-interp test-compile \
 	full-host full-interp full-compile full-triton39 full-transformers \
-	$(TRANSFORMERS_LANES) full-extras full-vllm full-ray docs chat-picture notebooks lock clean
+	$(TRANSFORMERS_LANES) full-single full-extras full-vllm $(VLLM_LANES) full-ray docs \
+	chat-picture notebooks lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -159,8 +167,11 @@ test-compile: $(VENV)/.dev
 
 # Every test of `make test` is in full-host, full-interp or full-compile, where properties have more
 # examples: test-host and test-interp beforehand would find nothing that these do not.
-test-full: lint types hooks docs full-extras full-compile full-triton39 full-transformers full-vllm \
-	full-ray full-interp full-host
+test-full: lint full-single full-compile full-triton39 full-transformers full-interp full-host
+
+# What several of them need is installed first.
+full-single: $(VENV)/.docs
+	@$(call side_by_side,$(SINGLE))
 
 # The chat model comes first: its tests and the notebook's skip themselves without it.
 full-host: $(VENV)/.dev $(VENV)/.chat-model
@@ -226,17 +237,17 @@ $(VENV)/vllm-%/.installed: tests/integrations/vllm/requirements.txt | $(VENV)/.d
 		--target $(@D) --requirement $<
 	@touch $@
 
-# One process for each version, side by side: importing vLLM takes most of a lane's time.
-full-vllm: RUNS := test_notebook_runs_from_top_to_bottom_without_a_warning
 full-vllm: $(VLLM_FOLDERS:%=%/.installed)
-	@printf '%s\n' $(VLLM_FOLDERS) | xargs --max-procs=$(WORKERS) --replace={} bash -euo pipefail -c '\
-		export PYTHONPATH=$(CURDIR)/{} $(ONE_THREAD); \
-		{ $(BIN)/python -m pytest --durations=5 tests/integrations/vllm \
-			"tests/test_notebooks.py::$(RUNS)[inside_vllm]" && \
-		TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp \
-			tests/integrations/vllm/test_attention.py; \
-		} >{}/log 2>&1 && result=0 || result=$$?; \
-		echo "full-vllm: {}"; cat {}/log; exit $$result'
+	@$(call side_by_side,$(VLLM_LANES))
+
+# One process: importing vLLM takes most of a lane's time.
+$(VLLM_LANES): RUNS := test_notebook_runs_from_top_to_bottom_without_a_warning
+$(VLLM_LANES): full-vllm-%: $(VENV)/vllm-%/.installed
+	PYTHONPATH=$(CURDIR)/$(<D) $(ONE_THREAD) $(BIN)/python -m pytest --durations=5 \
+		tests/integrations/vllm \
+		"tests/test_notebooks.py::$(RUNS)[inside_vllm]"
+	PYTHONPATH=$(CURDIR)/$(<D) $(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp \
+		tests/integrations/vllm/test_attention.py
 
 $(RAY)/.installed: | $(VENV)/.dev
 	@echo "installing Ray into $(RAY) (415 MB)"
