@@ -58,23 +58,17 @@ def _weighted_sum(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
-    out_ptr,  # [num_tokens, num_cols], unit last stride; may be the residual
-    stride_out_token,
-    normed_ptr,  # [num_tokens, num_cols], unit last stride, or None
-    stride_normed_token,
-    residual_ptr,  # [num_tokens, num_cols], unit last stride, or None
-    stride_residual_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_cols], unit last stride; may be the residual
+    normed_ptr, stride_normed_token,  # [num_tokens, num_cols], unit last stride, or None
+    residual_ptr, stride_residual_token,  # [num_tokens, num_cols], unit last stride, or None
     products_ptr,  # [LEAVES, num_tokens * CHOSEN, num_cols]
     weights_ptr,  # [num_tokens, CHOSEN] float32
     norm_weight_ptr,  # [num_cols], or None
-    num_tokens,
-    num_cols,
-    eps,
-    CHOSEN: tl.constexpr,
-    LEAVES: tl.constexpr,
+    num_tokens, num_cols, eps,
+    CHOSEN: tl.constexpr, LEAVES: tl.constexpr,
     TILE_COLS: tl.constexpr,  # power of two; >= num_cols with a norm
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_tokens, cdiv(num_cols, TILE_COLS)): a tile of one token."""
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * TILE_COLS + tl.arange(0, TILE_COLS)
@@ -152,14 +146,10 @@ def combine_experts(
     if norm_weight is None:
         tile_cols = min(tile_cols, 1024)
     _combine_kernel[(num_tokens, -(-num_cols // tile_cols))](
-        *with_strides(out, 1),
-        *with_strides(normed_out, 1),
-        *with_strides(residual, 1),
-        *(products, topk_weights, norm_weight, num_tokens, num_cols, eps),
-        CHOSEN=topk_weights.shape[1],
-        LEAVES=len(products) if products.dim() == 3 else 1,
-        TILE_COLS=tile_cols,
-        num_warps=4 if tile_cols <= 2048 else 8,
+        *with_strides(out, 1), *with_strides(normed_out, 1), *with_strides(residual, 1),
+        products, topk_weights, norm_weight, num_tokens, num_cols, eps,
+        CHOSEN=topk_weights.shape[1], LEAVES=len(products) if products.dim() == 3 else 1,
+        TILE_COLS=tile_cols, num_warps=4 if tile_cols <= 2048 else 8,
         **overlap_options(products.device),
-    )
+    )  # fmt: skip
     return out

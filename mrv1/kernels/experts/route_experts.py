@@ -91,19 +91,13 @@ def _add_in_pieces(logits, x, weight, SCALE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_logits_kernel(
     parts_ptr,  # [SPLITS, num_tokens, num_experts] float32
-    x_ptr,  # [num_tokens, num_in], unit last stride
-    stride_x_token,
+    x_ptr, stride_x_token,  # [num_tokens, num_in], unit last stride
     weight_ptr,  # [num_experts, num_in], x's dtype or float32
-    num_tokens,
-    num_experts,
-    num_in,
-    TILE_TOKENS: tl.constexpr,
-    TILE_EXPERTS: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    num_tokens, num_experts, num_in,
+    TILE_TOKENS: tl.constexpr, TILE_EXPERTS: tl.constexpr, TILE_IN: tl.constexpr,
+    SPLITS: tl.constexpr, NUM_STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (expert tiles * SPLITS, token tiles): one part of a tile of logits."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -162,24 +156,15 @@ def _choose_experts_kernel(
     bias_ptr,  # [num_experts] float32, or None
     logits_bias_ptr,  # [num_experts], or None
     slot_ptr,  # [num_groups, num_tokens] int64, -1 = no slot; or None
-    num_groups,
-    num_tokens,
-    num_experts,
-    least_sum,
-    scale,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    GROUPS: tl.constexpr,
+    num_groups, num_tokens, num_experts, least_sum, scale,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     GROUP: tl.constexpr,  # experts of a group
-    RENORMALIZES: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    RENORMALIZES: tl.constexpr, ROUNDS: tl.constexpr, SPLITS: tl.constexpr,
     TILE_EXPERTS: tl.constexpr,  # power of two >= num_experts
     TILE_CHOSEN: tl.constexpr,  # power of two >= TOP_K + SHARED
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_tokens,): one token's experts."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, TILE_EXPERTS)
@@ -296,33 +281,20 @@ def route_experts(
     parts = weights.new_empty(config.splits, num_tokens, num_experts)
     expert_tiles = cdiv(num_experts, config.tile_experts)
     _router_logits_kernel[(expert_tiles * config.splits, cdiv(num_tokens, config.tile_tokens))](
-        parts,
-        *with_strides(x, 1),
-        *(weight, num_tokens, num_experts, num_in),
-        TILE_TOKENS=config.tile_tokens,
-        TILE_EXPERTS=config.tile_experts,
-        TILE_IN=config.tile_in,
-        SPLITS=config.splits,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
+        parts, *with_strides(x, 1), weight, num_tokens, num_experts, num_in,
+        TILE_TOKENS=config.tile_tokens, TILE_EXPERTS=config.tile_experts, TILE_IN=config.tile_in,
+        SPLITS=config.splits, NUM_STAGES=config.num_stages, num_warps=config.num_warps,
         **overlap_options(x.device),
-    )
+    )  # fmt: skip
     _choose_experts_kernel[(num_tokens,)](
-        *(ids, weights, parts, x, bias, logits_bias, slot_mapping),
-        *(0 if slot_mapping is None else slot_mapping.shape[0], num_tokens, num_experts),
-        *(routing.least_sum, routing.scale),
-        TOP_K=routing.top_k,
-        SHARED=routing.num_shared,
-        SIGMOID=routing.scores == "sigmoid",
-        GROUPS=routing.num_groups,
-        KEPT=routing.kept_groups,
-        GROUP=num_experts // routing.num_groups,
-        RENORMALIZES=routing.renormalizes,
-        ROUNDS=routing.rounds_logits,
-        SPLITS=config.splits,
-        TILE_EXPERTS=next_power_of_2(num_experts),
-        TILE_CHOSEN=next_power_of_2(num_chosen),
-        num_warps=1,
-        **overlap_options(x.device),
-    )
+        ids, weights, parts, x, bias, logits_bias, slot_mapping,
+        0 if slot_mapping is None else slot_mapping.shape[0], num_tokens, num_experts,
+        routing.least_sum, routing.scale,
+        TOP_K=routing.top_k, SHARED=routing.num_shared, SIGMOID=routing.scores == "sigmoid",
+        GROUPS=routing.num_groups, KEPT=routing.kept_groups,
+        GROUP=num_experts // routing.num_groups, RENORMALIZES=routing.renormalizes,
+        ROUNDS=routing.rounds_logits, SPLITS=config.splits,
+        TILE_EXPERTS=next_power_of_2(num_experts), TILE_CHOSEN=next_power_of_2(num_chosen),
+        num_warps=1, **overlap_options(x.device),
+    )  # fmt: skip
     return ids, weights

@@ -70,15 +70,9 @@ def _encoded(x, WORD: tl.constexpr):
 
 @triton.jit
 def _send(
-    received_ptrs,
-    offset,
-    words,
-    in_tile,
-    owner,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    TO_OWNER: tl.constexpr,
-):
+    received_ptrs, offset, words, in_tile, owner,
+    RANK: tl.constexpr, SIZE: tl.constexpr, TO_OWNER: tl.constexpr,
+):  # fmt: skip
     """Store words into the memory of all other ranks, or of the owner alone."""
     for step in tl.static_range(1, SIZE):
         if (not TO_OWNER) or owner == (RANK + step) % SIZE:
@@ -104,15 +98,11 @@ def _received(ptrs, in_tile, abort_ptr, DTYPE: tl.constexpr):
 def _sum_of(
     own,  # this rank's partial, float32
     slot_ptrs,  # the tile of rank 0's words in this slot of one's own memory
-    stride_source,
-    in_tile,
-    abort_ptr,
-    DTYPE: tl.constexpr,
-    FIRST: tl.constexpr,
+    stride_source, in_tile, abort_ptr,
+    DTYPE: tl.constexpr, FIRST: tl.constexpr,
     COUNT: tl.constexpr,  # a power of two
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    RANK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """Return the sum of the partials of ranks FIRST to FIRST + COUNT - 1, a tree of pairs."""
     if COUNT > 1:
         left = _sum_of(
@@ -136,34 +126,23 @@ def _sum_of(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _all_reduce_norm_kernel(
-    out_ptr,  # [num_tokens, hidden], unit last stride; may be residual
-    stride_out_token,
-    normed_ptr,  # [num_tokens, hidden], unit last stride; or None
-    stride_normed_token,
+    out_ptr, stride_out_token,  # [num_tokens, hidden], unit last stride; may be residual
+    normed_ptr, stride_normed_token,  # [num_tokens, hidden], unit last stride; or None
     received_ptrs,  # tuple: each rank's [RING_SLOTS, SIZE, RING_ROWS, hidden] words, contiguous
     turn_ptr,  # [RING_ROWS] int32, one's own: the slot of each program's next turn
-    partial_ptr,  # [SPLITS, num_tokens, hidden], unit last stride
-    stride_partial_split,
+    partial_ptr, stride_partial_split,  # [SPLITS, num_tokens, hidden], unit last stride
     stride_partial_token,
-    residual_ptr,  # [num_tokens, hidden], unit last stride; or None
-    stride_residual_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, hidden], unit last stride; or None
     bias_ptr,  # [hidden]; or None
     weight_ptr,  # [hidden]; or None
     abort_ptr,  # [1] int32, in host memory
-    num_tokens,
-    hidden,
-    eps,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    RING_SLOTS: tl.constexpr,
-    RING_ROWS: tl.constexpr,
+    num_tokens, hidden, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, RING_SLOTS: tl.constexpr, RING_ROWS: tl.constexpr,
     TREE_SIZE: tl.constexpr,  # power of two >= SIZE
-    SPLITS: tl.constexpr,
-    TWO_SHOT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    SPLITS: tl.constexpr, TWO_SHOT: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= hidden
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (programs,): program p sums the tiles p, p + programs, ... of TILE_ROWS rows."""
     let_next_start(OVERLAP)
     wait_for_previous(OVERLAP)
@@ -302,26 +281,16 @@ def all_reduce_norm(
     if algorithm is None:
         algorithm = algorithm_for(size, num_tokens * hidden * received.own.itemsize)
     _all_reduce_norm_kernel[(num_programs,)](
-        *with_strides(out, 1),
-        *with_strides(normed_out, 1),
-        *(received.parts, buffers.turn),
-        *(partial, partial.stride(0), partial.stride(-2)),
-        *with_strides(residual, 1),
-        *(bias, norm_weight, buffers.abort),
-        *(num_tokens, hidden, eps),
-        RANK=received.rank,
-        SIZE=size,
-        RING_SLOTS=RING_SLOTS,
-        RING_ROWS=RING_ROWS,
+        *with_strides(out, 1), *with_strides(normed_out, 1), received.parts, buffers.turn,
+        partial, partial.stride(0), partial.stride(-2), *with_strides(residual, 1),
+        bias, norm_weight, buffers.abort, num_tokens, hidden, eps,
+        RANK=received.rank, SIZE=size, RING_SLOTS=RING_SLOTS, RING_ROWS=RING_ROWS,
         TREE_SIZE=triton.next_power_of_2(size),
         SPLITS=partial.shape[0] if partial.dim() == 3 else 1,
-        TWO_SHOT=algorithm == "two_shot" and size > 1,
-        TILE_ROWS=tile_rows,
-        TILE_DIM=tile_dim,
-        num_warps=config.num_warps,
-        **register_options(received),
+        TWO_SHOT=algorithm == "two_shot" and size > 1, TILE_ROWS=tile_rows, TILE_DIM=tile_dim,
+        num_warps=config.num_warps, **register_options(received),
         **overlap_options(partial.device),
-    )
+    )  # fmt: skip
     return out
 
 

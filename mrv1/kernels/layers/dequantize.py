@@ -22,19 +22,10 @@ TILE_ROWS, TILE_ELEMENTS = 8, 256
 def _widen_kernel(
     out_ptr,  # [num_out, IN], written
     codes_ptr,  # see Matrix
-    scales_ptr,
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
-    num_out,
-    CODE: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS_PER_SCALE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_ELEMENTS: tl.constexpr,
-):
+    scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr, num_out,
+    CODE: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_ELEMENTS: tl.constexpr,
+):  # fmt: skip
     """Grid (row tiles * element tiles,): a tile; inputs are in the order of the codes."""
     PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
     ELEMENTS: tl.constexpr = IN // PER
@@ -104,12 +95,8 @@ def widened(weight: QuantizedWeight) -> torch.Tensor:
         tile_elements = min(1024, triton.next_power_of_2(num_in // per_element))
     tiles = triton.cdiv(num_out, tile_rows) * triton.cdiv(num_in // per_element, tile_elements)
     _widen_kernel[(tiles,)](
-        *(out, *matrix_arguments(weight), num_out),
-        CODE=weight.code,
-        IN=num_in,
-        GROUP=weight.group,
-        ROWS_PER_SCALE=weight.rows_per_scale,
-        TILE_ROWS=tile_rows,
-        TILE_ELEMENTS=tile_elements,
-    )
+        out, *matrix_arguments(weight), num_out,
+        CODE=weight.code, IN=num_in, GROUP=weight.group, ROWS_PER_SCALE=weight.rows_per_scale,
+        TILE_ROWS=tile_rows, TILE_ELEMENTS=tile_elements,
+    )  # fmt: skip
     return out

@@ -18,14 +18,10 @@ def lane_rows(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_lanes(
-    rows,
-    first,
-    END: tl.constexpr,
-    ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    WARP_IN: tl.constexpr,
+    rows, first,
+    END: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr, WARP_IN: tl.constexpr,
     NUM_COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Return [ROWS * WARPS, 32]: lines of 32 columns, four lanes each, from column ``first`` on.
 
     Eight lines are eight rows of one warp; the next eight are the same rows of the next warp,
