@@ -359,6 +359,12 @@ def _expert_linear(ops: ModuleType, device: torch.device) -> Outputs:
         yield ops.expert_linear(x, experts, ids, bias=bias, activation=ClampedSwiGLU())
 
 
+def _add_experts(ops: ModuleType, device: torch.device) -> Outputs:
+    x, experts = _normal(3, 200, device=device), _normal(7, 90, 200, device=device)
+    ids = torch.tensor([[6, 0, 2]], dtype=torch.int32, device=device)
+    yield ops.add_experts(x, experts, ids, ids.float() / 6, residual=x[:1, :90])
+
+
 def _combine_experts(ops: ModuleType, device: torch.device) -> Outputs:
     products, hidden = _normal(99, 200, device=device), _normal(33, 200, device=device)
     weights, normed = _normal(33, 3, device=device).float(), torch.empty_like(hidden)
@@ -510,8 +516,8 @@ def _top_logprobs(ops: ModuleType, device: torch.device) -> Outputs:
 OPS: dict[str, Op] = {
     op.__name__.removeprefix("_"): op
     for op in (
-        _add_adapters, _add_features, _all_reduce_norm, _apply_bad_words, _apply_rope,
-        _apply_token_bitmask,
+        _add_adapters, _add_experts, _add_features, _all_reduce_norm, _apply_bad_words,
+        _apply_rope, _apply_token_bitmask,
         _combine_experts, _copy_pages, _dequantize, _edit_logits, _embed_tokens, _expert_linear,
         _fetch_upload, _gather_tokens, _gelu_tanh_and_mul, _kv_cache_write, _linear, _merge_states,
         _paged_decode_attention, _paged_prefill_attention, _plan_decode_attention,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mrv1.kernels.cache.copy_pages import copy_pages as copy_pages
     from mrv1.kernels.cache.kv_cache_write import kv_cache_write as kv_cache_write
     from mrv1.kernels.cache.qkv_cache_write import qkv_cache_write as qkv_cache_write
+    from mrv1.kernels.experts.add_experts import add_experts as add_experts
     from mrv1.kernels.experts.combine_experts import combine_experts as combine_experts
     from mrv1.kernels.experts.expert_linear import expert_linear as expert_linear
     from mrv1.kernels.experts.route_experts import route_experts as route_experts
@@ -67,6 +68,7 @@ class Ops:
     """The ops of one path. Its attributes are the oracles, so that calls are type-checked."""
 
     add_adapters = _op(reference.add_adapters, "layers.add_adapters")
+    add_experts = _op(reference.add_experts, "experts.add_experts")
     add_features = _op(reference.add_features, "layers.add_features")
     all_reduce_norm = _op(reference.all_reduce_norm, "layers.all_reduce_norm")
     apply_bad_words = _op(reference.apply_bad_words, "sampling.bad_words")

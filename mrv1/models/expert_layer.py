@@ -118,21 +118,29 @@ def combine(
     for first in range(0, num_tokens, at_once):
         tokens = slice(first, first + at_once)
         pairs = slice(first * num_chosen, (first + at_once) * num_chosen)
-        out: torch.Tensor | None = None
-        for experts, ids, activated in routed.parts:  # each fills its rows of one tensor
-            out = products = ops.expert_linear(
-                activated[pairs],
-                experts.down_of_experts,
-                ids[tokens],
-                bias=experts.down_bias if adds_bias else None,
-                out=out,
-                deterministic=deterministic,
-                leaves=leaves,
-                num_shared=experts.num_shared,
-            )
-        rows = {
+        rows = into | {
             name: value[tokens]
             for name, value in into.items()
             if name in ("residual", "out", "normed_out") and value is not None
         }
-        ops.combine_experts(products, routed.weights[tokens], **(into | rows))
+        arguments = [
+            (
+                (activated[pairs], experts.down_of_experts, ids[tokens]),
+                {
+                    "bias": experts.down_bias if adds_bias else None,
+                    "deterministic": deterministic,
+                    "leaves": leaves,
+                    "num_shared": experts.num_shared,
+                },
+            )
+            for experts, ids, activated in routed.parts
+        ]
+        weights = routed.weights[tokens]
+        if len(arguments) == 1:
+            ((given, options),) = arguments
+            ops.add_experts(*given, weights, **options, **rows)
+            continue
+        out: torch.Tensor | None = None
+        for given, options in arguments:  # each fills its rows of one tensor
+            out = products = ops.expert_linear(*given, out=out, **options)
+        ops.combine_experts(products, weights, **rows)

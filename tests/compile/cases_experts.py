@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.arithmetic import next_power_of_2
+from mrv1.kernels.experts.add_experts import SumConfig, _add_experts_kernel
 from mrv1.kernels.experts.combine_experts import _combine_kernel
 from mrv1.kernels.experts.expert_linear import (
     LARGE_SHARED_MEMORY,
@@ -54,6 +55,7 @@ def cases(target: Target) -> list[AotCase]:
           for dtype in DTYPES),
         *(_products(target, "qwen3-30b", dtype, pairs, is_gated=True, code="e4m3")
           for dtype in (torch.float16, torch.bfloat16) for pairs in (8, 2048)),
+        *(_added(target, shape, dtype) for shape in SHAPES for dtype in DTYPES[1:]),
         *(_combination(target, dtype, has_norm=has_norm)
           for dtype in DTYPES for has_norm in (True, False)),
         _combination(target, torch.bfloat16, has_norm=True, leaves=8),
@@ -136,6 +138,7 @@ def _products(
         is_gated=is_gated,
         deterministic=leaves is not None,
         has_room=target.capability in LARGE_SHARED_MEMORY,
+        has_codes=code is not None,
     )
     half = experts * width * hidden if is_gated else 0
     weight = (pointer(dtype), width * hidden if is_gated else width, half)
@@ -158,6 +161,7 @@ def _products(
         "TILE_ROWS": config.tile_rows,
         "TILE_IN": config.tile_in,
         "NUM_STAGES": config.num_stages,
+        "PAIRS_FIRST": config.pairs_first,
         "CODE": code,
         "HARDWARE": target.capability and target.capability >= (8, 9) if code else None,
         "GROUP": GROUPS[code][1] if code else 0,
@@ -186,6 +190,29 @@ def _products(
         kernel=_few_pairs_kernel,
         args=(*data, INT32, pairs, num_out, *more),
         constexprs=common | {"BY_PAIR": pairs < experts, "LANES": max(16, next_power_of_2(pairs))},
+        num_warps=config.num_warps,
+    )
+
+
+def _added(target: Target, name: str, dtype: torch.dtype) -> AotCase:
+    hidden, width, _, chosen = SHAPES[name]
+    config = SumConfig.default_for(width, chosen, dtype)
+    assert config is not None, name
+    return AotCase(
+        name=f"add_experts-{name}-{_short(dtype)}",
+        kernel=_add_experts_kernel,
+        args=(
+            *(pointer(dtype), pointer(dtype), pointer(dtype), width),
+            *(pointer(dtype), width, chosen * width, INT32, FLOAT32, hidden),
+        ),
+        constexprs={
+            "CHOSEN": chosen,
+            "IN": width,
+            "TILE_ROWS": config.tile_rows,
+            "TILE_IN": config.tile_in,
+            "AHEAD": config.experts_ahead,
+            "OVERLAP": target.has_dependent_launch,
+        },
         num_warps=config.num_warps,
     )
 

@@ -247,11 +247,32 @@ def check_combination(
             raise TypeError(f"products: expected dtype torch.float32 of leaves, got {dtype}")
         given = (each for each in (residual, normed_out, out) if each is not None)
         dtype = next((each.dtype for each in given), dtype)
-    check = partial(check_tensor, device=products.device)
+    num_cols = products.shape[-1]
+    num_tokens, num_chosen = check_sum(
+        topk_weights, num_cols, dtype, products.device, residual, out, norm_weight, normed_out
+    )
+    shape = (*products.shape[:-2], num_tokens * num_chosen, num_cols)
+    check_tensor("products", products, shape=shape)
+    return num_tokens, num_cols, dtype
+
+
+def check_sum(
+    topk_weights: torch.Tensor,
+    num_cols: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    normed_out: torch.Tensor | None,
+) -> tuple[int, int]:
+    """Raise unless the arguments of a sum are as ``combine_experts`` says.
+
+    Return tokens, and experts of each.
+    """
+    check = partial(check_tensor, device=device)
     check("topk_weights", topk_weights, shape=(None, None), dtype=torch.float32, contiguous=True)
     num_tokens, num_chosen = topk_weights.shape
-    num_cols = products.shape[-1]
-    check("products", products, shape=(*products.shape[:-2], num_tokens * num_chosen, num_cols))
     check = partial(check, dtype=dtype, unit_last_stride=True)
     for name, tensor in (("residual", residual), ("normed_out", normed_out)):
         if tensor is not None:
@@ -264,4 +285,25 @@ def check_combination(
         raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
     if norm_weight is not None:
         check("norm_weight", norm_weight, shape=(num_cols,), contiguous=True)
-    return num_tokens, num_cols, dtype
+    return num_tokens, num_chosen
+
+
+def check_added_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    deterministic: bool,
+    leaves: int | None,
+    num_shared: int,
+) -> tuple[int, int]:
+    """Raise unless the products are as ``add_experts`` says; return pairs and columns."""
+    check_leaves(leaves, deterministic=deterministic)
+    num_pairs, num_out = check_expert_linear(
+        x, weight, topk_ids, bias, None, activation=None, leaves=leaves, num_shared=num_shared
+    )
+    check_tensor("x", x, shape=(num_pairs, None))
+    check_tensor("topk_weights", topk_weights, shape=tuple(topk_ids.shape))
+    return num_pairs, num_out

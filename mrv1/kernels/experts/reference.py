@@ -9,6 +9,7 @@ from mrv1.kernels.experts.contracts import (
     ClampedSwiGLU,
     ExpertActivation,
     Routing,
+    check_added_experts,
     check_combination,
     check_expert_linear,
     check_routing,
@@ -183,3 +184,35 @@ def combine_experts(
     if norm_weight is not None and normed_out is not None:
         rms_norm(total.to(dtype), norm_weight, eps, out=normed_out)
     return total if out is None else out.copy_(total)
+
+
+@counted
+def add_experts(
+    x: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    normed_out: torch.Tensor | None = None,
+    deterministic: bool = False,
+    leaves: int | None = None,
+    num_shared: int = 0,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.add_experts`."""
+    check_added_experts(
+        x, weight, topk_ids, topk_weights, bias,
+        deterministic=deterministic, leaves=leaves, num_shared=num_shared,
+    )  # fmt: skip
+    products = expert_linear(
+        x, weight, topk_ids,
+        bias=bias, deterministic=deterministic, leaves=leaves, num_shared=num_shared,
+    )  # fmt: skip
+    return combine_experts(
+        products, topk_weights, residual=residual, out=out, norm_weight=norm_weight, eps=eps,
+        normed_out=normed_out,
+    )  # fmt: skip
