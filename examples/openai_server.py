@@ -1,6 +1,6 @@
 """A server for OpenAI's clients, as an example of ``AsyncLLM``: completions and chat, streams too.
 
-    pip install '.[server]'
+    pip install -e '.[server]'
     python examples/openai_server.py --model smollm2
     OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none python your_client.py
 

@@ -172,7 +172,7 @@ def run_workloads(
     if "vllm" in names and version is None:
         raise ConfigError(
             "engines: expected the package vllm to be installed for vllm, got none; "
-            "pip install 'mrv1[vllm]'"
+            "pip install -e '.[vllm]'"
         )
 
     def planned(config: ModelConfig) -> tuple[list[list[Conversation]], dict[str, Any]]:

@@ -167,7 +167,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
     version = version_of("vllm")
     if version is None and set(bench.modes) != {OURS}:
         raise ConfigError(
-            "vllm: expected the package vllm to be installed, got none; pip install 'mrv1[vllm]'"
+            "vllm: expected the package vllm to be installed, got none; pip install -e '.[vllm]'"
         )
     longest = bench.engine_options()["max_model_len"]
     with prepared(bench, lambda _: longest) as (checkpoint, config, machine):

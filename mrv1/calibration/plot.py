@@ -19,7 +19,7 @@ def require_matplotlib(what: str = "--plot") -> None:
     if find_spec("matplotlib") is None:
         raise ConfigError(
             f"{what}: expected the package matplotlib to be installed, got none; "
-            "pip install 'mrv1[bench]'"
+            "pip install -e '.[bench]'"
         )
 
 

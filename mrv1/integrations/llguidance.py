@@ -77,7 +77,7 @@ class LLGuidance:
         except ImportError as error:
             raise ConfigError(
                 "LLGuidance: expected the package llguidance to be installed, "
-                f"got {error}; pip install 'mrv1[structured]'"
+                f"got {error}; pip install -e '.[structured]'"
             ) from error
         stops = stop_token_ids or [tokenizer.eos_token_id]
         if None in stops:
@@ -329,7 +329,7 @@ class StructuredOutputsParams(metaclass=_NamesOfVLLM):
     """The form of an output, by one of the first fields below; names and meaning are vLLM's.
 
     It is the value of ``SamplingParams.structured_outputs``, needs the package llguidance
-    (``pip install 'mrv1[structured]'``), and is compiled once for a tokenizer.
+    (``pip install -e '.[structured]'``), and is compiled once for a tokenizer.
 
     Raises:
         RequestError: not exactly one form is given, or a field has a value of another type.

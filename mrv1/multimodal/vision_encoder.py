@@ -84,7 +84,7 @@ class VisionEncoder:
             )
         if find_spec("PIL") is None:
             raise ConfigError(
-                'pillow: expected it installed for images, found none; pip install "mrv1[vision]"'
+                'pillow: expected it installed for images, found none; pip install -e ".[vision]"'
             )
         self.config = vision
         self.device = resolve_device(device)
@@ -272,7 +272,7 @@ class VisionEncoder:
             if find_spec("torchvision") is None:
                 raise ConfigError(
                     "torchvision: expected it installed for videos, found none; "
-                    'pip install "mrv1[video]"'
+                    'pip install -e ".[video]"'
                 )
             from transformers import AutoVideoProcessor
 

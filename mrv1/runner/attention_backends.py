@@ -83,7 +83,7 @@ def import_flashinfer() -> Any:  # noqa: ANN401 - a package without types
     except Exception as error:  # a broken installation may raise anything
         raise ConfigError(
             "attention_backend: expected the package flashinfer-python to be installed, "
-            f"got {error}; pip install 'mrv1[flashinfer]', or {_INSTEAD}"
+            f"got {error}; pip install -e '.[flashinfer]', or {_INSTEAD}"
         ) from error
 
 

@@ -36,7 +36,7 @@ try:
 except ImportError as error:
     raise ModuleNotFoundError(
         "mrv1.testing.strategies: expected the package hypothesis to be installed, "
-        f"got {error}; pip install 'mrv1[dev]'",
+        f"got {error}; pip install -e '.[dev]'",
         name="hypothesis",
     ) from error
 

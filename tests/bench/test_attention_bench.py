@@ -460,7 +460,7 @@ def test_cells_of_a_plot_are_sorted_by_bytes_then_batch():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mrv1.calibration.plot.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"--plot: .*pip install 'mrv1\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"--plot: .*pip install -e '\.\[bench\]'"):
         plot(Chart("x", "", (), ()), Path("x.png"))
 
 

@@ -551,7 +551,7 @@ def test_without_vllm_one_line_says_what_to_install(run_bench, monkeypatch: pyte
     assert result.exit_code == 2
     assert result.stderr == (
         "error: vllm: expected the package vllm to be installed, got none; "
-        "pip install 'mrv1[vllm]'\n"
+        "pip install -e '.[vllm]'\n"
     )
 
 

@@ -263,7 +263,7 @@ def test_a_broken_flashinfer_is_a_warning(mrv1: Mrv1, monkeypatch, tmp_path: Pat
     assert found["flashinfer"] == "9.8.7, cannot be imported"
     assert found["warnings"] == [
         "attention_backend: expected the package flashinfer-python to be installed, "
-        "got no libcuda.so.1; pip install 'mrv1[flashinfer]', or choose attention_backend='triton'"
+        "got no libcuda.so.1; pip install -e '.[flashinfer]', or choose attention_backend='triton'"
     ]
 
 

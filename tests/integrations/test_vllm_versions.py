@@ -51,7 +51,7 @@ def test_without_vllm_the_error_says_what_to_install(monkeypatch):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(versions, "version", missing)
-    with pytest.raises(ConfigError, match=r"pip install 'mrv1\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[vllm\]'"):
         versions.interface()
 
 

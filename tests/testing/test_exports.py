@@ -36,7 +36,7 @@ def test_kernels_import_without_hypothesis(forks: Forks, interpret: str):
 
 NOT_INSTALLED = (
     "{name}: expected the package {package} to be installed, got import of {package} halted; "
-    "None in sys.modules; pip install 'mrv1[{extra}]'"
+    "None in sys.modules; pip install -e '.[{extra}]'"
 )
 
 

@@ -78,7 +78,7 @@ def interface() -> Interface:
         return interface_of(version("vllm"))
     except PackageNotFoundError as error:
         raise ConfigError(
-            "vllm: expected the package vllm to be installed, got none; pip install 'mrv1[vllm]'"
+            "vllm: expected the package vllm to be installed, got none; pip install -e '.[vllm]'"
         ) from error
 
 
