@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from functools import partial
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import trove_classifiers
 from packaging.requirements import Requirement
 
 import mrv1
@@ -86,6 +90,58 @@ def test_wheel_names_its_licence_and_version(wheel: Path):
     assert "The mrv1 authors" in text
     assert f"\nVersion: {mrv1.__version__}\n" in about
     assert "\nLicense-Expression: Apache-2.0\n" in about
+
+
+@pytest.mark.full
+def test_a_wheel_of_the_sdist_generates_where_no_checkout_is(tmp_path: Path):
+    """What is published is all that it needs: sdist -> wheel -> an environment of its own."""
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path), "--target"]
+    run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    run([*build, "sdist"], cwd=REPO)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    run([*build, "wheel"], cwd=source)
+    (wheel,) = tmp_path.glob("*.whl")
+    clean = tmp_path / "clean"
+    run([sys.executable, "-m", "venv", "--without-pip", str(clean)])
+    python = str(clean / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--no-deps"]
+    run([*pip, str(wheel)])
+    # Of mrv1's own environment the requirements alone: an editable install is not in the folder.
+    (packages,) = (clean / "lib").glob("python*/site-packages")
+    (packages / "requirements.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    code = "import mrv1; print(mrv1.__file__, mrv1.__version__)"
+    bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    found, version = run([python, "-c", code], cwd=tmp_path, env=bare).stdout.split()
+    assert Path(found).is_relative_to(clean)
+    assert version == PROJECT["version"]
+    command = [str(clean / "bin" / "mrv1"), "generate", "--model", "tiny", "--device", "cpu"]
+    options = ["--prompt", "ROMEO:", "--max-tokens", "4", "--num-kv-blocks", "64"]
+    done = run([*command, *options], cwd=tmp_path, env=bare)
+    assert done.stdout.strip()
+
+
+def test_the_metadata_is_true():
+    classifiers = set(PROJECT["classifiers"])
+    assert classifiers <= trove_classifiers.classifiers
+    assert "Private :: Do Not Upload" not in classifiers
+    versions = {each.rpartition(" ")[2] for each in classifiers if "Python :: 3." in each}
+    tested = re.search(r"\(tested: ([\d. and,]+)\)", (REPO / "README.md").read_text("utf-8"))[1]
+    assert versions == set(re.findall(r"[\d.]+", tested))
+    assert f"\n## {PROJECT['version']}\n" in (REPO / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_no_text_installs_the_package_by_its_name():
+    """It is on no index: whoever took the name there would be installed."""
+    by_name = re.compile(r"pip install (-\S+ )*\\?[\"']?mrv1\b")
+    folders = ("mrv1", "docs", "notebooks", "benchmarks", "examples", "findings")
+    files = [path for folder in folders for path in (REPO / folder).rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".md", ".ipynb", ".sh")]
+    files += [REPO / "README.md", REPO / "CONTRIBUTING.md", REPO / "Makefile"]
+    found = [path.name for path in files if by_name.search(path.read_text("utf-8"))]
+    assert found == []
 
 
 # --- version, dependencies, pins -----------------------------------------------------------------
