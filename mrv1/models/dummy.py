@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from math import floor, log2, sqrt
 
 import torch
@@ -12,7 +13,7 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import CodeName, QuantizedWeight
 from mrv1.models.config import ModelConfig
 from mrv1.models.parallel import ParallelContext
-from mrv1.models.places import Place, same
+from mrv1.models.places import Place, same, whole
 from mrv1.models.quantization import ModulePart
 from mrv1.models.weights import ModelWeights, checkpoint_places, empty_weights, quantized_modules
 
@@ -44,25 +45,8 @@ def dummy_weights(
     weights = empty_weights(own, device, dtype, vocab_rows=parallel.vocab_rows(config.vocab_size))
     places = checkpoint_places(own, weights, whole=config, parallel=parallel)
     for name, place in places.items():
-        target = place.target
-        if target is None or place.module is not None:
-            continue
-        if target.dim() == 1 or name.endswith("bias"):
-            target.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        place.pad()
-        if target.dim() == 3:  # experts; inputs come before outputs
-            for expert in range(len(target)):
-                _, inputs, outputs = place.part
-                values = _uniform(f"{name}.{expert}", inputs, outputs, target.device)
-                place.fill(values[None] * _bound(place.shape[1]), expert)
-            continue
-        rows, *columns = place.part
-        step = max(CHUNK // place.shape[1], 1)
-        for first in range(rows.start, rows.stop, step):
-            part = slice(first, min(first + step, rows.stop))
-            values = _uniform(name, part, columns[0], target.device) * _bound(place.shape[1])
-            place.fill(values, first - rows.start)
+        if place.module is None:
+            _make_up(name, place)
     for _, module, weight in quantized_modules(own, weights, whole=config, parallel=parallel):
         if weight.codes.dim() == 3:
             _make_stack(module, weight, places[f"{module.name}_blocks"])
@@ -89,24 +73,33 @@ def made_up_tensors(
             f"made-up tensors: expected a model that is kept as it is stored, got {stored[0]}"
         )
     for name, place in places.items():
-        like = place.target
-        if like is None:
-            continue
-        tensor = torch.empty(place.shape, dtype=like.dtype, device=device)
-        if tensor.dim() == 3:
-            for expert, own in enumerate(tensor):
-                inputs, outputs = (slice(0, size) for size in own.shape)
-                values = _uniform(f"{name}.{expert}", inputs, outputs, tensor.device)
-                own.copy_(values * _bound(place.shape[1]))
-        elif tensor.dim() == 1 or name.endswith("bias"):
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            step, columns = max(CHUNK // place.shape[1], 1), slice(0, place.shape[1])
-            for first in range(0, len(tensor), step):
-                part = slice(first, min(first + step, len(tensor)))
-                values = _uniform(name, part, columns, tensor.device) * _bound(place.shape[1])
-                tensor[part].copy_(values)
-        yield name, tensor
+        if (like := place.target) is not None:
+            tensor = torch.empty(place.shape, dtype=like.dtype, device=device)
+            _make_up(name, replace(place, target=tensor, part=whole(place.shape)))
+            yield name, tensor
+
+
+def _make_up(name: str, place: Place) -> None:
+    """Fill the place of a tensor of numbers, part by part."""
+    target = place.target
+    if target is None:
+        return
+    if target.dim() == 1 or name.endswith("bias"):
+        target.fill_(0.0 if name.endswith("bias") else 1.0)
+        return
+    place.pad()
+    if target.dim() == 3:  # experts; inputs come before outputs
+        for expert in range(len(target)):
+            _, inputs, outputs = place.part
+            values = _uniform(f"{name}.{expert}", inputs, outputs, target.device)
+            place.fill(values[None] * _bound(place.shape[1]), expert)
+        return
+    rows, *columns = place.part
+    step = max(CHUNK // place.shape[1], 1)
+    for first in range(rows.start, rows.stop, step):
+        part = slice(first, min(first + step, rows.stop))
+        values = _uniform(name, part, columns[0], target.device) * _bound(place.shape[1])
+        place.fill(values, first - rows.start)
 
 
 def _make_codes(module: ModulePart, weight: QuantizedWeight) -> None:
