@@ -79,8 +79,8 @@ class LoraWeights:
             a, b = pair.a, pair.b.T
             matrices.a[slot, row : row + pair.rank].copy_(a, non_blocking=a.is_pinned())
             matrices.b[slot, : pair.rank, columns].copy_(b, non_blocking=b.is_pinned())
-            matrices.scaling[slot, place.part] = pair.scaling
-            matrices.ranks[slot, place.part] = pair.rank
+            matrices.scaling[slot, place.part].fill_(pair.scaling)  # no wait
+            matrices.ranks[slot, place.part].fill_(pair.rank)
 
     def clear(self, slot: int) -> None:
         """Let a slot have no adapter."""
