@@ -85,7 +85,7 @@ def write_config(
     quantization: BenchQuantization | None = None,
 ) -> None:
     """Write only a checkpoint's ``config.json``, for ``load_format="dummy"``."""
-    raw = _raw_config(config, dtype)
+    raw = raw_config(config, dtype)
     if config.quantization is not None:
         raw["quantization_config"] = {"quant_method": config.quantization.method}
     if quantization is not None:
@@ -93,7 +93,8 @@ def write_config(
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
 
 
-def _raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+def raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """Return what a config.json says of a shape in full precision."""
     return {
         "architectures": [config.architecture],
         "model_type": ARCHITECTURES[config.architecture].model_type,
@@ -124,6 +125,8 @@ def _raw_rope(config: ModelConfig) -> dict[str, object]:
     """Return the settings of a default rope, or of yarn's."""
     rope = config.rope
     raw: dict[str, object] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
+    if rope.rotary_dim < config.head_dim:
+        raw["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
     if rope.rope_type == "yarn":
         names = (
             "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mrv1.engine import EngineCore
+from mrv1.engine import EngineCore, LoRARequest
 from mrv1.sampler import SamplingParams
 
 
@@ -41,8 +41,15 @@ class Sample:
         return self.num_tokens / self.wall_s
 
 
-def run_once(core: EngineCore, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Sample:
+def run_once(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    adapters: Sequence[LoRARequest | None] | None = None,
+) -> Sample:
     """Generate for all ``prompts`` at once, each >= 2 tokens, and time every step.
+
+    ``adapters``: each prompt's; None = none has one.
 
     Raises:
         RequestError: a prompt or the parameters were refused.
@@ -52,7 +59,10 @@ def run_once(core: EngineCore, prompts: Sequence[Sequence[int]], params: Samplin
     ends: list[float] = []
     num_prefill_steps = 0  # steps in which some row was in its prompt
     start = time.perf_counter()
-    requests = [core.add_request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    requests = [
+        core.add_request(str(i), prompt, params, lora_request=adapters[i] if adapters else None)
+        for i, prompt in enumerate(prompts)
+    ]
     while core.scheduler.has_unfinished_requests:
         core.step()
         ends.append(time.perf_counter())

@@ -37,7 +37,7 @@ class DraftLayer:
         self.num_drafts = num_drafts = config.max_draft_tokens
         num_decodes = config.max_num_seqs * (1 + num_drafts)
         max_tokens = max(config.max_num_seqs + config.max_num_batched_tokens, num_decodes)
-        self._head, self._slots, self._tables = head, slots, tables
+        self._head, self.slots, self._tables = head, slots, tables
         self._num_slots, self._max_model_len = slots.token_ids.shape
         self._backend = head.kernel_backend()
         self._drafts = torch.zeros(
@@ -75,7 +75,7 @@ class DraftLayer:
 
         Fewer than ``num_drafts`` are of a row that ends before.
         """
-        slots, slot = self._slots, staged.idx_mapping.clamp(min=0)
+        slots, slot = self.slots, staged.idx_mapping.clamp(min=0)
         end, known = slots.max_total_tokens, slots.num_tokens
         room = end.index_select(0, slot) - known.index_select(0, slot) - 1
         return replace(
@@ -103,7 +103,7 @@ class DraftLayer:
             cache: the head's layer of the KV cache.
             num_sampled: ``[rows]``, tokens that each row has sampled; None = one.
         """
-        slots, slot = self._slots, idx_mapping.clamp(min=0)
+        slots, slot = self.slots, idx_mapping.clamp(min=0)
         features = self._features[: batch.num_tokens] if len(self._features) else hidden
         ids = self._following(batch, slot)
         shifted = replace(batch, input_ids=ids, features=None, adapter_slots=None)
@@ -136,7 +136,7 @@ class DraftLayer:
         else:
             rows = tokens // batch.query_len
         at = (batch.positions + 1).clamp(max=self._max_model_len - 1)
-        return self._slots.token_ids[slot.index_select(0, rows).long(), at].long()
+        return self.slots.token_ids[slot.index_select(0, rows).long(), at].long()
 
     def _widened_table(
         self, table: torch.Tensor, slot: torch.Tensor, last: torch.Tensor
