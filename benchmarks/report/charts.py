@@ -13,6 +13,7 @@ from benchmarks.report.engines import starts
 from benchmarks.report.files import OURS, ResultFile, devices, own_device
 from benchmarks.report.longest import Cell, Runs, longest_runs, peer, said_runs
 from benchmarks.report.rows import cells_by_bytes
+from mrv1.integrations.vllm.versions import INTERFACES
 
 CACHES = ("auto", "fp8_e4m3")
 NAMES = {
@@ -148,7 +149,9 @@ def _throughput(file: ResultFile, longest: Mapping[tuple[str, Cell], Runs]) -> C
         "log",
     )
     title = f"Generation: {result['shape']} shape, {result['dtype']}, {file.device}"
-    caption = f"Medians; a bar goes from the slowest to the fastest run. {said_runs(lines)}"
+    newest = list(INTERFACES.values())[-1].tested
+    newer = "" if peer(file).endswith(newest) else f" vLLM {newest} is newer, and not measured."
+    caption = f"Medians; a bar goes from the slowest to the fastest run. {said_runs(lines)}{newer}"
     return Chart(file.stem, title, (panel,), (file.name,), caption)
 
 

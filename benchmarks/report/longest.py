@@ -49,6 +49,12 @@ class Runs:
     """Of each run."""
 
     @property
+    def rank(self) -> tuple[bool, int]:
+        """Whether engines took turns, and the number of runs: larger is better."""
+        order = self.file.result["conditions"].get("order", "")
+        return order.startswith("in turns"), len(self.seconds)
+
+    @property
     def count(self) -> str:
         """Their number, in words."""
         return "1 run" if len(self.seconds) == 1 else f"{len(self.seconds)} runs"
@@ -69,10 +75,11 @@ class Runs:
 
 
 def longest_runs(of: Mapping[str, Sequence[ResultFile]]) -> dict[tuple[str, Cell], Runs]:
-    """Return the most runs that a file has of each engine and cell.
+    """Return the runs of each engine and cell: those in turns, else the most that a file has.
 
     Greedy runs without options and without prefix caching. Engines are ``mrv1`` and vLLM with its
-    version. Of equally many runs those of ``bench generate`` come before those of other files.
+    version. Where engines took turns, run by run, the machine was the same for both. Of equally
+    many runs those of ``bench generate`` come before those of other files.
 
     Args:
         of: the files by kind, only those whose schema is known.
@@ -81,9 +88,9 @@ def longest_runs(of: Mapping[str, Sequence[ResultFile]]) -> dict[tuple[str, Cell
     for kind in ("vllm", "beside vllm", "generate"):
         for file in of.get(kind, []):
             for engine, cell, seconds in _runs(file):
-                known = found.get((engine, cell))
-                if known is None or len(seconds) >= len(known.seconds):
-                    found[engine, cell] = Runs(file, cell, tuple(seconds))
+                runs, known = Runs(file, cell, tuple(seconds)), found.get((engine, cell))
+                if known is None or runs.rank >= known.rank:
+                    found[engine, cell] = runs
     return found
 
 

@@ -324,8 +324,15 @@ def test_the_chart_beside_vllm_shows_the_longest_runs_of_each_engine():
     assert re.findall(r"`(.+?)` \(commit 0123456789ab, 2030-01-02\)", chart.caption) == [
         "ours.json", "4.json",
     ]  # fmt: skip
+    assert chart.caption.endswith("vLLM 0.33.0 is newer, and not measured.")
     lines = re.findall(r'<g id="LineCollection_\d', draw(chart))
     assert len(lines) == 2
+    # Runs in turns come before any number of others.
+    in_turns = _file(own | {"conditions": own["conditions"] | {"order": "in turns, run by run"}})
+    chart = next(charts(known | {"beside vllm": [in_turns]}))
+    assert [line.notes for line in chart.panels[0].series] == [
+        ("128 (2.0x)\n3 runs",), ("64\n3 runs",),
+    ]  # fmt: skip
 
 
 def test_the_readme_has_one_figure_for_each_cell_and_names_the_peers_version(report):
