@@ -287,21 +287,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
         block_table = common.block_table_tensor[:num_reqs]
         seq_lens = common.seq_lens[:num_reqs]
         if self._has_one_graph(num_tokens):
-            rows = PrefillRows(
-                first_token=0,
-                end_token=num_tokens,
-                block_table=block_table,
-                seq_lens=seq_lens,
-                query_start_loc=common.query_start_loc[: num_reqs + 1],
-                max_query_len=num_tokens,
-                splits=self._buffers(
-                    self._splits,
-                    (num_reqs, num_tokens),
-                    lambda bound: bound.allocate_splits(
-                        num_reqs, num_tokens, num_tokens, self._dtype
-                    ),
-                ),
-            )
+            rows = self._prefill_rows(common, 0, 0, num_tokens, has_one_graph=True)
             return Mrv1AttentionMetadata(
                 slot_mapping=common.slot_mapping, decode=None, prefill=rows
             )
@@ -317,15 +303,7 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
             decode = self._decode_rows(block_table[:count], seq_lens[:count], query_len)
         first_token = count * query_len
         if starts[-1] > first_token:
-            start_loc = common.query_start_loc[: num_reqs + 1]
-            prefill = self._prefill_rows(
-                block_table[count:],
-                seq_lens[count:],
-                start_loc[count:] - first_token if count else start_loc,
-                common.max_query_len,
-                first_token,
-                num_tokens,
-            )
+            prefill = self._prefill_rows(common, count, first_token, common.max_query_len)
         return Mrv1AttentionMetadata(
             slot_mapping=common.slot_mapping, decode=decode, prefill=prefill
         )
@@ -430,24 +408,32 @@ class Mrv1AttentionMetadataBuilder(AttentionMetadataBuilder[Mrv1AttentionMetadat
 
     def _prefill_rows(
         self,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        max_query_len: int,
+        common: CommonAttentionMetadata,
+        first_row: int,
         first_token: int,
-        end_token: int,
+        max_query_len: int,
+        *,
+        has_one_graph: bool = False,
     ) -> PrefillRows:
-        splits: dict[int, PrefillSplits | None] = {}
-        if not self._capturing:  # a graph would write to them after this step has freed them
-            sizes = seq_lens.shape[0], end_token - first_token, max_query_len
-            for impl in self._impls:
-                splits[impl.layout_id] = impl.bound.allocate_splits(*sizes, self._dtype)
+        """Return the rows from ``first_row`` on; see ``_has_one_graph``."""
+        num_reqs, end_token = common.num_reqs, common.num_actual_tokens
+        sizes = num_reqs - first_row, end_token - first_token, max_query_len
+
+        def allocate(bound: BoundLayer) -> PrefillSplits | None:
+            return bound.allocate_splits(*sizes, self._dtype)
+
+        splits: Mapping[int, PrefillSplits | None] = {}
+        if has_one_graph:
+            splits = self._buffers(self._splits, sizes[:2], allocate)
+        elif not self._capturing:  # a graph would write to them after this step has freed them
+            splits = {impl.layout_id: allocate(impl.bound) for impl in self._impls}
+        start_loc = common.query_start_loc[first_row : num_reqs + 1]
         return PrefillRows(
             first_token=first_token,
             end_token=end_token,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
+            block_table=common.block_table_tensor[first_row:num_reqs],
+            seq_lens=common.seq_lens[first_row:num_reqs],
+            query_start_loc=start_loc - first_token if first_row else start_loc,
             max_query_len=max_query_len,
             splits=splits,
         )
