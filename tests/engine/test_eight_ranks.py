@@ -71,10 +71,14 @@ def tokens(path: Path, size: int, **options: object) -> list[list[list[int]]]:
     [
         (4, "plain"),
         *(
-            pytest.param(heads, case, marks=pytest.mark.full)
-            for heads in (1, 2, 4, 8)
-            for case in OPTIONS
-            if (heads, case) not in ((4, "plain"), (1, "policy"))
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                *((heads, "plain") for heads in (1, 2, 8)),
+                *((heads, "policy") for heads in (2, 4, 8)),
+                (1, "fp8"),
+                (8, "fp8"),
+                (2, "drafts"),
+            )
         ),
     ],
 )

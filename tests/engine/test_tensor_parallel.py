@@ -104,15 +104,14 @@ def cores(checkpoint):
             core.runner.close()
 
 
+# The scripts of test_rank_parity have all cases with all numbers of ranks.
 @pytest.mark.parametrize(
     ("case", "size"),
     [
         ("static scales and policy", 2),
         *(
-            pytest.param(case, size, marks=pytest.mark.full)
-            for case in CASES
-            for size in (2, 4)
-            if (case, size) != ("static scales and policy", 2)
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (("plain", 4), ("policy", 2), ("drafts", 4), ("per head ids", 4))
         ),
     ],
 )
@@ -403,10 +402,17 @@ def generate_until_it_fails(checkpoint: Path) -> None:
                 raise output.error
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize(
-    "second",
-    [6, *(pytest.param(second, marks=pytest.mark.full) for second in range(8) if second != 6)],
+    ("number", "second"),
+    [
+        (signal.SIGKILL, 6),
+        (signal.SIGSTOP, 6),
+        *(
+            pytest.param(number, second, marks=pytest.mark.full)
+            for second, number in enumerate([signal.SIGKILL, signal.SIGSTOP] * 4)
+            if second != 6
+        ),
+    ],
 )
 def test_a_rank_that_is_killed_or_stopped_at_any_time_ends_the_engine(
     checkpoint, monkeypatch, number, second
@@ -562,10 +568,14 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("from_stdin", [False, True])
 @pytest.mark.parametrize(
-    ("number", "is_stopped"),
-    [(signal.SIGINT, False), (signal.SIGKILL, False), (signal.SIGKILL, True)],
+    ("number", "is_stopped", "from_stdin"),
+    [
+        (signal.SIGINT, False, False),
+        (signal.SIGINT, False, True),
+        (signal.SIGKILL, False, True),
+        (signal.SIGKILL, True, False),
+    ],
 )
 def test_an_engine_that_is_interrupted_or_killed_leaves_no_process(
     checkpoint, tmp_path, number, is_stopped, from_stdin
