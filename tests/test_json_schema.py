@@ -137,8 +137,8 @@ def test_jsonschema_judges_random_schemas_and_values(tokenizer, grammars):
 
 @pytest.mark.full
 def test_jsonschema_judges_many_random_schemas_and_values(tokenizer, grammars):
-    counts = [check_a_random_schema(tokenizer, grammars, seed) for seed in range(200, 2000)]
-    assert np.sum(counts, axis=0).min() >= 1000
+    counts = [check_a_random_schema(tokenizer, grammars, seed) for seed in range(200, 1100)]
+    assert np.sum(counts, axis=0).min() >= 500
 
 
 INTEGER, CLOSED = {"type": "integer"}, {"additionalProperties": False}

@@ -112,26 +112,26 @@ def check_model(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("family", "rope", "block_size"),
-    # Each pair with one block size by default, with all of them in the long run.
+    ("family", "rope", "block_sizes"),
+    # Each pair with one block size by default, with the others in the long run.
     [
         pytest.param(
-            family,
-            rope,
-            block_size,
-            id=f"{rope}-{family}-{block_size}",
-            marks=[] if index % len(BLOCK_SIZES) == at else [pytest.mark.full],
+            *(family, rope, [size for size in BLOCK_SIZES if (size == own) != is_long]),
+            id=f"{rope}-{family}-{'other' if is_long else own}",
+            marks=[pytest.mark.full] if is_long else [],
         )
-        for index, (rope, family) in enumerate(itertools.product(ROPES, FAMILIES))
+        for (rope, family), own in zip(
+            itertools.product(ROPES, FAMILIES), itertools.cycle(BLOCK_SIZES), strict=False
+        )
         if rope in ropes_of(family)
-        for at, block_size in enumerate(BLOCK_SIZES)
+        for is_long in (False, True)
     ],
 )
 def test_every_family_with_every_rope_type_equals_transformers(
-    family: str, rope: str, block_size: int, device: torch.device
+    family: str, rope: str, block_sizes: list[int], device: torch.device
 ) -> None:
     config = tiny_config(family, rope, **SLIDING.get(family, {}))
-    schedules = [(block_size, chunk) for chunk in CHUNKS]
+    schedules = list(itertools.product(block_sizes, CHUNKS))
     check_equal(config, device=device, lens=[90, 1, 33], schedules=schedules)
 
 
