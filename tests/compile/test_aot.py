@@ -19,10 +19,10 @@ pytestmark = pytest.mark.compile
 GROUPS = {
     "attention": 6,
     "decode": 3,
-    "linear": 3,
+    "linear": 5,
     "quantized": 4,
-    "experts": 1,
-    "elementwise edit_logits lora": 1,
+    "experts": 3,
+    "elementwise edit_logits lora": 3,
     "pages qkv quarter": 2,
     "logprobs sampler sampling step": 4,
 }
