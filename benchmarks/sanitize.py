@@ -48,7 +48,6 @@ from mrv1.kernels import (
     reference,
 )
 from mrv1.kernels._base.peers import PeerBuffer
-from mrv1.kernels.attention.decode import plan as decode_plan
 from mrv1.kernels.attention.decode.plan import Item
 from mrv1.kernels.attention.prefill import attention as prefill_attention
 from mrv1.kernels.attention.prefill import choice as prefill_choice
@@ -534,9 +533,6 @@ def run(device: torch.device) -> None:
     with (
         patch.object(prefill_attention, "MIN_SPLIT_STEPS", 1),
         patch.object(prefill_choice, "KERNELS", hopper),
-        patch.multiple(
-            decode_plan, MIN_PREFIX=128, MIN_PREFIX_PIECE=64, MIN_SAVED=0, MIN_SHARING=0
-        ),
     ):
         _run_all(device)
 
