@@ -136,10 +136,12 @@ class AotReport:
     """Programs that must fit a multiprocessor."""
     early_arrivals: int = 0
     """See :func:`early_arrivals`."""
+    early_reuses: int = 0
+    """See :func:`early_reuses`."""
     found: Sequence[str] = ()
     """All matches of the case's pattern, in order."""
     problem: str = field(init=False)
-    """Why this must not ship: an error, spill, early arrival, too much shared memory; or ""."""
+    """Why this must not ship: an error, spill, race, too much shared memory; or ""."""
 
     def __post_init__(self) -> None:
         """Find the problem."""
@@ -166,6 +168,8 @@ class AotReport:
             )
         if self.early_arrivals:
             reasons.append(f"{self.early_arrivals} arrivals without a barrier of their warps")
+        if self.early_reuses:
+            reasons.append(f"{self.early_reuses} loops that overwrite operands of products")
         problem = f"{self.target} {self.case}: {'; '.join(reasons)}" if reasons else ""
         object.__setattr__(self, "problem", problem)
 
@@ -256,6 +260,7 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         threads=case.num_warps * target.warp_size,
         programs_per_sm=case.programs_per_sm,
         early_arrivals=early_arrivals(compiled.asm.get("ptx", "")),
+        early_reuses=early_reuses(compiled.asm.get("ptx", "")),
         found=_found(case.pattern, compiled.asm),
     )
 
@@ -286,6 +291,28 @@ def early_arrivals(ptx: str) -> int:
         if _EFFECT.search(line):
             is_ordered = _BARRIER.search(line) is not None
     return early
+
+
+def early_reuses(ptx: str) -> int:
+    """Return the number of loops that go on while a wgmma still reads registers.
+
+    Triton 3.6 to 3.9 leave the products of a step running whose left operand it has computed. The
+    registers are free for it then, and the next step overwrites them.
+    """
+    loops, in_group, running = 0, False, list[bool]()
+    labels = set()
+    for line in ptx.splitlines():
+        if label := re.match(r"(\$L_\w+):", line):
+            labels.add(label[1])
+        elif "wgmma.mma_async" in line:
+            in_group |= re.search(r"\}, *\{", line) is not None  # two groups of registers
+        elif "wgmma.commit_group" in line:
+            running, in_group = [*running, in_group], False
+        elif wait := re.search(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", line):
+            running = running[max(0, len(running) - int(wait[1])) :]
+        elif (branch := re.search(r"\bbra(?:\.uni)?\s+(\$L_\w+)", line)) and branch[1] in labels:
+            loops += any(running)
+    return loops
 
 
 def _nvidia_usage(compiled: Any) -> tuple[int, int]:  # noqa: ANN401 - Triton's CompiledKernel

@@ -142,6 +142,7 @@ def test_a_report_names_its_problem():
     )
     assert AotReport(**fine, error="no").problem == "sm_89 op: no"
     assert AotReport(**fine, early_arrivals=2).problem.startswith("sm_89 op: 2 arrivals without")
+    assert AotReport(**fine, early_reuses=1).problem.startswith("sm_89 op: 1 loops that overwrite")
 
 
 def test_the_reported_handoff_orders_its_accesses():
@@ -215,6 +216,26 @@ def test_an_arrival_needs_a_barrier_of_its_warps(before: list[str], early: int):
     assert aot.early_arrivals("\n".join([*before, ARRIVAL])) == early
     expecting = "\t@%p70 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r403], 32768;"
     assert aot.early_arrivals("\n".join([*before, expecting])) == 0
+
+
+ACCUMULATE = "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%f1,%f2}, "
+
+
+@pytest.mark.parametrize(
+    ("left", "pending", "early"),
+    [("{%r1,%r2,%r3,%r4}", 1, 1), ("{%r1,%r2,%r3,%r4}", 0, 0), ("%rd1", 1, 0)],
+)
+def test_registers_of_products_that_run_on_into_the_next_step_are_found(
+    left: str, pending: int, early: int
+):
+    step = (
+        f"\t{ACCUMULATE}{left}, %rd2, %p1, 1, 1, 0;",
+        "\twgmma.commit_group.sync.aligned;",
+        f"\twgmma.wait_group.sync.aligned {pending};",
+        "\t@%p2 bra \t$L__BB0_3;",
+    )
+    assert aot.early_reuses("\n".join(["$L__BB0_3:", *step])) == early
+    assert aot.early_reuses("\n".join([*step, "$L__BB0_3:"])) == 0  # no loop
 
 
 def test_amd_targets_have_no_compute_capability():
