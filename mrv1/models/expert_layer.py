@@ -123,24 +123,31 @@ def combine(
             for name, value in into.items()
             if name in ("residual", "out", "normed_out") and value is not None
         }
-        arguments = [
-            (
-                (activated[pairs], experts.down_of_experts, ids[tokens]),
-                {
-                    "bias": experts.down_bias if adds_bias else None,
-                    "deterministic": deterministic,
-                    "leaves": leaves,
-                    "num_shared": experts.num_shared,
-                },
-            )
-            for experts, ids, activated in routed.parts
-        ]
         weights = routed.weights[tokens]
-        if len(arguments) == 1:
-            ((given, options),) = arguments
-            ops.add_experts(*given, weights, **options, **rows)
+        if len(routed.parts) == 1:
+            ((experts, ids, activated),) = routed.parts
+            ops.add_experts(
+                activated[pairs],
+                experts.down_of_experts,
+                ids[tokens],
+                weights,
+                bias=experts.down_bias if adds_bias else None,
+                deterministic=deterministic,
+                leaves=leaves,
+                num_shared=experts.num_shared,
+                **rows,
+            )
             continue
         out: torch.Tensor | None = None
-        for given, options in arguments:  # each fills its rows of one tensor
-            out = products = ops.expert_linear(*given, out=out, **options)
+        for experts, ids, activated in routed.parts:  # each fills its rows of one tensor
+            out = products = ops.expert_linear(
+                activated[pairs],
+                experts.down_of_experts,
+                ids[tokens],
+                bias=experts.down_bias if adds_bias else None,
+                out=out,
+                deterministic=deterministic,
+                leaves=leaves,
+                num_shared=experts.num_shared,
+            )
         ops.combine_experts(products, weights, **rows)

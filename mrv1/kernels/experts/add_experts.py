@@ -163,7 +163,7 @@ def _add_experts_kernel(
                 CHUNKS, IN, TILE_IN,
             )  # fmt: skip
             experts += (loaded,)  # type: ignore[assignment]
-        weight, firsts, seconds = experts[index]
+        weight, firsts, seconds = experts[index]  # type: ignore[var-annotated]
         xs = _load_chunks(
             Rows(x_ptr + index * stride_x_row + every, (every == 0) & (weight != 0.0)),
             CHUNKS, IN, TILE_IN,
@@ -236,11 +236,11 @@ def add_experts(
         x, weight, topk_ids, topk_weights, bias,
         deterministic=deterministic, leaves=leaves, num_shared=num_shared,
     )  # fmt: skip
-    is_plain = isinstance(weight, torch.Tensor) and bias is None and norm_weight is None
     config = None
-    if topk_ids.shape[0] == 1 and is_plain and not deterministic:
+    is_alone = topk_ids.shape[0] == 1 and not deterministic
+    if is_alone and bias is None and norm_weight is None:
         config = choose_sum(x, num_pairs, num_out)
-    if config is not None:
+    if config is not None and isinstance(weight, torch.Tensor):
         check_sum(topk_weights, num_out, x.dtype, x.device, residual, out, norm_weight, normed_out)
         check_launchable("x", x)
         if out is None:
