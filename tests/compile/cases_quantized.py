@@ -9,7 +9,7 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
-from mrv1.kernels.layers.linear_codes import CodesConfig, _linear_codes_kernel
+from mrv1.kernels.layers.linear_codes import LINE, CodesConfig, _linear_codes_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 
@@ -116,7 +116,12 @@ def _linear(
     is_gated = "gated" in fused
     num_rows = num_out * (2 if is_gated else 1)
     config = CodesConfig.default_for(
-        num_tokens, num_in // kind.per_element, num_rows, is_gated=is_gated
+        num_tokens,
+        num_in // kind.per_element,
+        num_rows,
+        is_gated=is_gated,
+        scaling=kind.scaling,
+        per_element=kind.per_element,
     )
     data, has_norm = pointer(dtype), "norm" in fused and num_tokens == 1
     prefetches = target.has_dependent_launch and config.splits == 1
@@ -128,10 +133,11 @@ def _linear(
             pointer(torch.float32) if config.splits > 1 else None,
             *((data, num_out) if "residual" in fused else (None, 0)),
             *(data, num_in),
-            *kind.tensors(),
+            *(pointer(torch.int32), *kind.tensors()[1:]),
             *(None, data if has_norm else None, 1e-6),
             *((pointer(torch.int8), 4096, 64) if prefetches else (None, 0, 0)),
             *(num_tokens, num_out),
+            triton.cdiv(num_in // kind.per_element, LINE * config.num_warps),
         ),
         constexprs={
             "CODE": kind.code,
