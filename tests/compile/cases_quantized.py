@@ -10,6 +10,12 @@ from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
 from mrv1.kernels.layers.linear_codes import LINE, CodesConfig, _linear_codes_kernel
+from mrv1.kernels.layers.linear_scaled import (
+    BLOCK,
+    CAPABILITY,
+    _quantize_tokens_kernel,
+    tokens_config,
+)
 from mrv1.testing.aot import AotCase, Target, pointer
 
 
@@ -84,8 +90,37 @@ def cases(target: Target) -> list[AotCase]:
             for shape in SHAPES[1:]
             for tokens in (1, 16, 64)
         ),
+        *(
+            _quantize_tokens(target, num_in, inputs_per_scale, is_static=is_static)
+            for num_in in (2880, 14336)
+            for inputs_per_scale, is_static in ((0, False), (0, True), (BLOCK, False))
+            if target.capability >= CAPABILITY
+        ),
         *widening,
     ]
+
+
+def _quantize_tokens(
+    target: Target, num_in: int, inputs_per_scale: int, *, is_static: bool
+) -> AotCase:
+    groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
+    scales = pointer(torch.float32)
+    kind = "static" if is_static else inputs_per_scale or "token"
+    return AotCase(
+        name=f"quantize_tokens-{num_in}-{kind}",
+        kernel=_quantize_tokens_kernel,
+        args=(
+            *(pointer(torch.float8_e4m3fn), scales, 33, pointer(torch.bfloat16), num_in),
+            *(scales if is_static else None, 33),
+        ),
+        constexprs={
+            "IN": num_in,
+            "GROUPS": groups,
+            "GROUP": group,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=num_warps,
+    )
 
 
 def _widen(kind: Kind, dtype: torch.dtype) -> AotCase:
