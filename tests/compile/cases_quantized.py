@@ -157,6 +157,7 @@ def _linear(
         is_gated=is_gated,
         scaling=kind.scaling,
         per_element=kind.per_element,
+        adds_tokens=kind.code == "uint4",
     )
     data, has_norm = pointer(dtype), "norm" in fused and num_tokens == 1
     prefetches = target.has_dependent_launch and config.splits == 1

@@ -81,12 +81,14 @@ class CodesConfig:
         is_gated: bool,
         scaling: str,
         per_element: int,
+        adds_tokens: bool,
     ) -> CodesConfig:
         """Return the configuration for a GPU; ``num_elements`` are 16-bit elements of a row.
 
-        ``scaling`` is where scales are applied, ``per_element`` the codes in 16 bits. Measured on
-        an H100 in bfloat16 with the products of an 8B layer, each alone in a graph, weights
-        rotated (int4 in groups of 128, e4m3 with a scale for each row or block):
+        ``scaling`` is where scales are applied, ``per_element`` the codes in 16 bits,
+        ``adds_tokens`` whether zero points need sums of tokens. Measured on an H100 in bfloat16
+        with the products of an 8B layer, each alone in a graph, weights rotated (int4 in groups of
+        128, e4m3 with a scale for each row or block):
 
         - Eight warps with two steps each have enough bytes under way: 11 us for 6,144 rows of
           4,096 e4m3 codes, where four warps take 13 to 15 us.
@@ -104,6 +106,10 @@ class CodesConfig:
             tile_rows, num_warps, depth = 64 if per_element == 2 else 32, 4, 1
             tile_rows = tile_rows if scaling != "values" else 32
         elif scaling == "values":
+            tile_rows, num_warps, depth = 16, 8, 2
+        elif adds_tokens and not is_small:  # 64 rows would not fit registers
+            tile_rows, num_warps, depth = 32, 8, 2
+        elif has_many and per_element == 4 and num_tokens == 1:  # nor with a norm
             tile_rows, num_warps, depth = 16, 8, 2
         elif has_many:
             tile_rows, num_warps, depth = 64, 4, 2 if per_element == 4 and is_small else 1
@@ -540,6 +546,7 @@ def codes_config(call: LinearCall, weight: QuantizedWeight) -> CodesConfig | Non
         is_gated=call.is_gated,
         scaling=scaling_of(weight) or "",
         per_element=per_element,
+        adds_tokens=weight.code == "uint4",
     )
 
 
