@@ -127,9 +127,8 @@ def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:
     of_rows = weight.tensors["scales"].to(torch.float32)
     if not is_grouped and of_rows.shape[0] != num_rows:
         of_rows = of_rows.repeat_interleave(weight.rows_per_scale, 0)[:num_rows]
-    bias = None if is_grouped else call.bias
     product = torch._scaled_mm(
-        codes, weight.codes.T, scale_a=scales, scale_b=of_rows.T, bias=bias,
-        out_dtype=call.x.dtype, use_fast_accum=False,
+        codes, weight.codes.T, scale_a=scales, scale_b=of_rows.T,
+        bias=None if is_grouped else call.bias, out_dtype=call.x.dtype, use_fast_accum=False,
     )  # fmt: skip
-    return product if call.bias is bias else product.add_(call.bias)
+    return product.add_(call.bias) if is_grouped and call.bias is not None else product
