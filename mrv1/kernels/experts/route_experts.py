@@ -33,7 +33,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.experts.contracts import Routing, check_routing
 
-_LAST = tl.constexpr(2**31 - 1)
+_FIRST, _LAST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +147,16 @@ def _best_groups(ranked, expert, GROUPS: tl.constexpr, KEPT: tl.constexpr, GROUP
     return tl.where(kept != 0, ranked, float("-inf"))
 
 
+@triton.jit
+def _in_order(x):
+    """Return int32 in the order of float32 ``x``, which has no NaN; -0.0 counts as 0.0.
+
+    A warp finds the largest integer of its lanes in one instruction, not in five exchanges.
+    """
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_groups"])
 def _choose_experts_kernel(
     ids_ptr,  # [num_tokens, TOP_K + SHARED] int32
@@ -177,6 +187,12 @@ def _choose_experts_kernel(
     is_chosen = place < TOP_K + SHARED
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
+    parts_ptr += token * num_experts + expert
+    parts = ()
+    for split in tl.static_range(SPLITS):  # all loads start before the branch
+        part_ptr = parts_ptr + tl.full([], split, tl.int64) * num_tokens * num_experts
+        part = tl.load(part_ptr, mask=is_expert, other=0.0)
+        parts += (part,)  # type: ignore[assignment]
     if slot_ptr is not None:
         slot = tl.full([], -1, tl.int64)
         for group in range(num_groups):
@@ -186,11 +202,9 @@ def _choose_experts_kernel(
             tl.store(weights_ptr + first + place, tl.zeros([TILE_CHOSEN], tl.float32),
                      mask=is_chosen)  # fmt: skip
             return
-    parts_ptr += token * num_experts + expert
     logits = tl.zeros([TILE_EXPERTS], tl.float32)
     for split in tl.static_range(SPLITS):
-        part_ptr = parts_ptr + tl.full([], split, tl.int64) * num_tokens * num_experts
-        logits += tl.load(part_ptr, mask=is_expert, other=0.0)
+        logits += parts[split]
     if logits_bias_ptr is not None:
         more = tl.load(logits_bias_ptr + expert, mask=is_expert, other=0.0)
         logits += more.to(tl.float32)
@@ -210,13 +224,15 @@ def _choose_experts_kernel(
 
     ids = num_experts + place - TOP_K  # of shared experts
     weights = tl.full([TILE_CHOSEN], 1.0, tl.float32)
-    is_open = is_expert
+    ranks = tl.where(is_expert, _in_order(ranked), _FIRST)
+    bits = scores.to(tl.int32, bitcast=True)
     total = tl.zeros([], tl.float32)
     for index in tl.static_range(TOP_K):
-        best = tl.max(tl.where(is_open, ranked, float("-inf")), axis=0)
-        chosen = tl.min(tl.where(is_open & (ranked == best), expert, _LAST), axis=0)
-        is_open = is_open & (expert != chosen)
-        score = tl.sum(tl.where(expert == chosen, scores, 0.0), axis=0)
+        best = tl.max(ranks, axis=0)
+        chosen = tl.min(tl.where(ranks == best, expert, _LAST), axis=0)
+        ranks = tl.where(expert == chosen, _FIRST, ranks)  # below -inf
+        score = tl.max(tl.where(expert == chosen, bits, _FIRST), axis=0)
+        score = score.to(tl.float32, bitcast=True)
         total += score
         ids = tl.where(place == index, chosen, ids)
         weights = tl.where(place == index, score, weights)
