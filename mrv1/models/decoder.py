@@ -401,8 +401,11 @@ class DecoderModel:
             added = self._parallel.all_reduce(
                 self._products.multiply(x, weight, bias, leaves=self._leaves, adapters=adapters)
             )
+        own_eps = self.config.rms_norm_eps
+        if next_norm is None and out_norm is not None:
+            return self._ops.rms_norm(added, out_norm, own_eps, onto=hidden, out=hidden)
         if out_norm is not None:
-            added = self._ops.rms_norm(added, out_norm, self.config.rms_norm_eps)
+            added = self._ops.rms_norm(added, out_norm, own_eps)
         if next_norm is not None:
             return self._ops.rms_norm(added, next_norm, eps, residual=hidden)
         hidden += added
@@ -543,6 +546,10 @@ def _norm_whole(
     size = parallel.size
     parts = qkv[:, : sum(map(len, weights))].split([*map(len, weights)], dim=1)
     if size == 1:
+        if len(parts) == 2 and parts[0].shape == parts[1].shape:
+            both = qkv[:, : 2 * parts[0].shape[1]].unflatten(1, (2, -1))
+            ops.rms_norm(both, weights[0], eps, second_weight=weights[1], out=both)
+            return
         for part, weight in zip(parts, weights, strict=True):
             ops.rms_norm(part, weight, eps, out=part)
         return

@@ -22,6 +22,8 @@ def cases(target: Target) -> list[AotCase]:
         *(_rope(dtype, interleaved) for dtype in DTYPES for interleaved in (False, True)),
         _rope(torch.bfloat16, False, num_q_heads=64, head_dim=256),
         _rms_norm(target, torch.bfloat16, 4096, wide=True),
+        _rms_norm(target, torch.bfloat16, 3584, wide=True, onto=True),
+        _rms_norm(target, torch.bfloat16, 4096, second=True),
         *(_gated(target, dtype, "silu_and_mul") for dtype in DTYPES),
         *(_gated(target, dtype, "gelu_tanh_and_mul") for dtype in DTYPES),
         *(_sums_over_ranks(target) if target.backend == "cuda" else ()),  # see ``check_peers``
@@ -45,7 +47,14 @@ def _name(op: str, *details: object) -> str:
 
 
 def _rms_norm(
-    target: Target, dtype: torch.dtype, dim: int, *, residual: bool = False, wide: bool = False
+    target: Target,
+    dtype: torch.dtype,
+    dim: int,
+    *,
+    residual: bool = False,
+    wide: bool = False,
+    onto: bool = False,
+    second: bool = False,
 ) -> AotCase:
     config = RmsNormConfig.default_for(dim)
     x = pointer(dtype)
@@ -56,11 +65,13 @@ def _rms_norm(
             dim,
             *(["residual"] if residual else []),
             *(["wide"] if wide else []),
+            *(["onto"] if onto else []),
+            *(["second"] if second else []),
         ),
         kernel=_rms_norm_kernel,
         args=(
-            *(x, dim, dim, x if residual else None, dim, x, dim, dim),
-            *(pointer(torch.float32) if wide else x, 33, 1, dim, 1e-6),
+            *(x, dim, dim, x if residual else None, dim, x if onto else None, dim, x, dim, dim),
+            *(pointer(torch.float32) if wide else x, x if second else None, 33, 1, dim, 1e-6),
         ),
         constexprs={
             "TILE_ROWS": config.tile_rows,

@@ -114,6 +114,57 @@ def test_the_residual_becomes_the_rounded_sum(
     assert_in_budget(out, _torch(total, weight), _exact(total, weight))
 
 
+@given(
+    num_tokens=st.sampled_from([1, 2, 17]),
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(DTYPES),
+    wide=st.booleans(),
+    in_place=st.booleans(),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_a_norm_is_rounded_and_added(
+    device, num_tokens, dim, dtype, wide, in_place, as_on_gpu, seed
+):
+    x = in_a_wider_row(normal((num_tokens, dim), dtype, device, seed), 0, 8)
+    onto = in_a_wider_row(normal((num_tokens, dim), dtype, device, seed + 1) * 9, 8, 8)
+    weight = normal((dim,), torch.float32 if wide else dtype, device, seed + 2)
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        want = onto + kernels.rms_norm(x, weight, EPS)
+        out = kernels.rms_norm(x, weight, EPS, onto=onto, out=onto if in_place else None)
+    if dtype == torch.float32:  # the product with the weight and the sum may be fused
+        torch.testing.assert_close(out, want, rtol=1e-6, atol=2e-6)
+    else:
+        assert torch.equal(out, want)
+    assert (out is onto) == in_place
+    assert_gaps_untouched(onto)
+    oracle = reference.rms_norm(x, weight, EPS, onto=torch.zeros_like(x))
+    assert torch.equal(oracle, reference.rms_norm(x, weight, EPS))
+
+
+@given(
+    num_tokens=st.sampled_from([1, 5]),
+    dim=st.sampled_from(DIMS),
+    dtype=st.sampled_from(DTYPES),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+def test_two_heads_may_have_a_weight_each(device, num_tokens, dim, dtype, as_on_gpu, seed):
+    qkv = in_a_wider_row(normal((num_tokens, 2 * dim), dtype, device, seed), 0, 8)
+    heads = qkv.unflatten(1, (2, dim))
+    first, second = (normal((dim,), dtype, device, seed + i) for i in (1, 2))
+    with tiles("rms_norm", as_on_gpu=as_on_gpu):
+        want = [
+            kernels.rms_norm(heads[:, index].contiguous(), weight, EPS)
+            for index, weight in enumerate((first, second))
+        ]
+        kernels.rms_norm(heads, first, EPS, second_weight=second, out=heads)
+    oracle = reference.rms_norm(heads, first, EPS, second_weight=second)
+    assert torch.equal(oracle[:, 1], reference.rms_norm(heads[:, 1], second, EPS))
+    assert torch.equal(heads, torch.stack(want, dim=1))
+    assert_gaps_untouched(qkv)
+
+
 @given(dtype=st.sampled_from(DTYPES), exponent=st.integers(1, 4), seed=seeds)
 def test_a_power_of_two_cancels(device, dtype, exponent, seed):
     x, weight = normal((4, 80), dtype, device, seed), torch.ones(80, dtype=dtype, device=device)
@@ -293,6 +344,16 @@ STRIDED = object()  # a weight with a gap between elements, which a copy to a GP
             {"x": torch.ones(2, 3, 8), "residual": torch.ones(2, 3, 8)},
             ValueError,
             r"residual: expected None for a three-dimensional x, got shape \[2, 3, 8\]",
+        ),
+        (
+            {"x": torch.ones(2, 3, 8), "second_weight": torch.ones(8)},
+            ValueError,
+            r"second_weight: expected None for x of shape \[2, 3, 8\], not \[tokens, 2, dim\]",
+        ),
+        (
+            {"x": torch.ones(2, 3, 8), "onto": torch.ones(2, 3, 8)},
+            ValueError,
+            r"onto: expected None for a three-dimensional x, got shape \[2, 3, 8\]",
         ),
     ],
 )

@@ -30,10 +30,14 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    second_weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    onto: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.rms_norm`."""
+    if second_weight is not None:
+        weight = torch.stack([weight, second_weight])
     if residual is not None:
         residual.copy_(wide(residual) + wide(x))
         x = residual
@@ -43,6 +47,8 @@ def rms_norm(
         normed = (wide_x * scale).to(x.dtype) * weight
     else:
         normed = (wide_x * scale * weight).to(x.dtype)
+    if onto is not None:
+        normed = (wide(onto) + wide(normed)).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 
 
@@ -157,10 +163,22 @@ def linear(
 
 
 @counted
-def shrink_adapters(x: torch.Tensor, adapters: Adapters) -> torch.Tensor:
-    """Oracle of :func:`mrv1.kernels.shrink_adapters`; a token's bits do not follow the others."""
+def shrink_adapters(
+    x: torch.Tensor,
+    adapters: Adapters,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    keep_splits: bool = False,
+) -> torch.Tensor:
+    """Oracle of :func:`mrv1.kernels.shrink_adapters`; a token's bits do not follow the others.
+
+    Its inputs are not cut: one split.
+    """
     matrices, slots = adapters.matrices, adapters.slots
     matrices.check(x, sum(matrices.part_rows))
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     shrunk = wide(x).new_zeros(len(x), matrices.a.shape[1])
     for slot, part, rank in _adapted_parts(adapters):
         first = part * matrices.max_rank
@@ -169,13 +187,14 @@ def shrink_adapters(x: torch.Tensor, adapters: Adapters) -> torch.Tensor:
         for token in (slots == slot).nonzero().flatten().tolist():
             sums = (rows * wide(x[token])).sum(-1)
             shrunk[token, first : first + rank] = sums * scaling
-    return shrunk
+    return shrunk[..., None] if keep_splits else shrunk
 
 
 @counted
 def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) -> None:
     """Oracle of :func:`mrv1.kernels.add_adapters`: ranks are added from first to last."""
     matrices, slots = adapters.matrices, adapters.slots
+    shrunk = shrunk.sum(-1) if shrunk.dim() == 3 else shrunk
     for slot, part, rank in _adapted_parts(adapters):
         first, start = part * matrices.max_rank, matrices.part_starts[part]
         columns = slice(start, start + matrices.part_rows[part])

@@ -2,6 +2,7 @@
 
     residual <- round(residual + x)                    (if a residual is given; the sum replaces x)
     out       = round(x / sqrt(mean(x^2) + eps)) * weight
+    out       = onto + round(out)                      (if ``onto`` is given)
 
 The normalised value is rounded before the weight multiplies it, as in transformers'
 ``LlamaRMSNorm``; but not before a float32 weight does, as in ``Gemma2RMSNorm``. Source: Zhang and
@@ -30,10 +31,13 @@ def _rms_norm_kernel(
     stride_out_head,
     residual_ptr,  # [num_rows, dim], unit last stride, updated; or None
     stride_residual_token,
+    onto_ptr,  # [num_rows, dim], unit last stride, may be out; or None
+    stride_onto_token,
     x_ptr,  # [num_rows / num_heads, num_heads, dim], unit last stride
     stride_x_token,
     stride_x_head,
     weight_ptr,  # [dim]
+    second_weight_ptr,  # [dim], of the second head; or None = the same
     num_rows,
     num_heads,
     dim,
@@ -43,12 +47,16 @@ def _rms_norm_kernel(
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
     """Grid (cdiv(num_rows, TILE_ROWS),): one program normalises TILE_ROWS whole rows."""
-    wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_DIM)[None, :]
     in_row = (row < num_rows) & (col < dim)
     token, head = row // num_heads, row % num_heads
+    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0)
+    if second_weight_ptr is not None:
+        second_weight = tl.load(second_weight_ptr + col, mask=col < dim, other=0.0)
+        weight = tl.where(head == 1, second_weight, weight)
+    wait_for_previous(OVERLAP)
+    let_next_start(OVERLAP)
 
     x_offset = token * stride_x_token + head * stride_x_head + col
     x = tl.load(x_ptr + x_offset, mask=in_row, other=0.0)
@@ -62,11 +70,13 @@ def _rms_norm_kernel(
         x = rounded.to(tl.float32)
 
     scale = inverse_rms(x, dim, eps)
-    weight = tl.load(weight_ptr + col, mask=col < dim, other=0.0)
     normed = x * scale[:, None]
     if weight.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
     normed *= weight.to(tl.float32)
+    if onto_ptr is not None:
+        onto = tl.load(onto_ptr + token * stride_onto_token + col, mask=in_row, other=0.0)
+        normed = onto.to(tl.float32) + normed.to(dtype).to(tl.float32)
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
 
@@ -103,7 +113,9 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    second_weight: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
+    onto: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``x`` divided by its root mean square over the last dimension, times ``weight``.
@@ -111,22 +123,37 @@ def rms_norm(
     Args:
         x: [tokens, dim] or [tokens, heads, dim] float32 | float16 | bfloat16, unit last stride; a
             view of a fused projection will do.
-        weight: [dim], x's dtype or float32, contiguous.
+        weight: [dim], x's dtype or float32, contiguous. Read before earlier launches have ended:
+            none that may still run may write it.
+        second_weight: as ``weight``, for the second of x's two heads; None = it has the same.
         eps: added to the mean square.
         residual: [tokens, dim] (x two-dimensional), x's dtype, unit last stride. *Written*:
             becomes ``residual + x``, and that sum is normalised.
-        out: x's shape and dtype, unit last stride, *written*, returned; may be ``x``; None = new.
+        onto: [tokens, dim] (x two-dimensional), x's dtype, unit last stride: added to the norm.
+        out: x's shape and dtype, unit last stride, *written*, returned; may be ``x`` or ``onto``;
+            None = new.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
     Numerics: float32 inside; the sum is rounded to the dtype before its mean square is taken, the
-        normalised value before a weight of x's dtype multiplies it. Tier B; the bits of a row do
+        normalised value before a weight of x's dtype multiplies it, and the norm before it is
+        added to ``onto`` (in float32, both may be fused). Tier B; the bits of a row do
         not depend on the other rows, nor on their number, nor on strides and alignment of any
         tensor but ``weight``.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
-    _check(x, weight, residual, out)
+    _check(x, weight, residual, onto, out)
+    if second_weight is not None:
+        if x.dim() != 3 or x.shape[1] != 2:
+            raise ValueError(
+                f"second_weight: expected None for x of shape {list(x.shape)}, not "
+                "[tokens, 2, dim], got a tensor"
+            )
+        check_tensor(
+            "second_weight", second_weight, shape=weight.shape, dtype=weight.dtype,
+            device=x.device, contiguous=True,
+        )  # fmt: skip
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_heads = x.shape[1] if x.dim() == 3 else 1
@@ -141,8 +168,9 @@ def rms_norm(
     _rms_norm_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
         *(out, out.stride(0), out.stride(-2)),
         *with_strides(residual, 1),
+        *with_strides(onto, 1),
         *(x, x.stride(0), x.stride(-2)),
-        *(weight, num_rows, num_heads, dim, eps),
+        *(weight, second_weight, num_rows, num_heads, dim, eps),
         TILE_ROWS=config.tile_rows,
         TILE_DIM=triton.next_power_of_2(dim),
         num_warps=config.num_warps,
@@ -152,7 +180,11 @@ def rms_norm(
 
 
 def _check(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor | None,
+    onto: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> None:
     check_tensor("x", x, dtype=FLOAT_DTYPES, unit_last_stride=True)
     if x.dim() not in (2, 3) or x.shape[-1] == 0:
@@ -163,10 +195,11 @@ def _check(
     check_launchable("x", x)
     check = partial(check_tensor, dtype=x.dtype, device=x.device)
     check_norm_weight("weight", weight, x)
-    if residual is not None and x.dim() != 2:
-        raise ValueError(
-            f"residual: expected None for a three-dimensional x, got shape {list(residual.shape)}"
-        )
-    for name, tensor in (("residual", residual), ("out", out)):
-        if tensor is not None:
-            check(name, tensor, shape=x.shape, unit_last_stride=True)
+    for name, tensor in (("residual", residual), ("onto", onto), ("out", out)):
+        if tensor is None:
+            continue
+        if name != "out" and x.dim() != 2:
+            raise ValueError(
+                f"{name}: expected None for a three-dimensional x, got shape {list(tensor.shape)}"
+            )
+        check(name, tensor, shape=x.shape, unit_last_stride=True)
