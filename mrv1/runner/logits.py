@@ -105,8 +105,9 @@ class StepLogits:
         log-probabilities are read from these without a draw: the ranks meet, before and after.
         """
         if rows is not None:
-            hidden = _some(hidden, rows)
+            # Slots first: the head's kernel reads them before the launch ahead of it has ended.
             adapter_slots = None if adapter_slots is None else _some(adapter_slots, rows)
+            hidden = _some(hidden, rows)
         if self.shards is None:
             adapters = () if adapter_slots is None else (adapter_slots,)
             return LogitsRows(self._model.compute_logits(hidden, *adapters))

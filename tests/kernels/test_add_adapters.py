@@ -77,6 +77,18 @@ def test_bits_do_not_depend_on_the_other_tokens(device, num_tokens, dtype, seed)
         assert torch.equal(alone[rows], many[rows])
 
 
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
+def test_splits_are_added_neighbours_first(device, splits):
+    adapters = lora_adapters(5, 16, (20, 30), torch.float16, device)
+    shrunk = torch.stack([shrunk_of(adapters, 5, device, seed) for seed in range(splits)], dim=-1)
+    got, want = (normal((5, 50), torch.float32, device) for _ in range(2))
+    kernels.add_adapters(got, shrunk, adapters)
+    while shrunk.shape[-1] > 1:
+        shrunk = shrunk[..., 0::2] + shrunk[..., 1::2]
+    kernels.add_adapters(want, shrunk[..., 0].contiguous(), adapters)
+    assert torch.equal(got, want)
+
+
 def test_wrong_arguments_are_refused(device):
     adapters = lora_adapters(3, 16, (8, 4), torch.float16, device)
     out = normal((3, 12), torch.float16, device)
@@ -85,6 +97,8 @@ def test_wrong_arguments_are_refused(device):
         kernels.add_adapters(out[:, :11], shrunk, adapters)
     with pytest.raises(ValueError, match=r"shrunk: expected shape \[3, 16\]"):
         kernels.add_adapters(out, shrunk[:, :8], adapters)
+    with pytest.raises(ValueError, match=r"shrunk: expected splits of \(1, 2, 4, 8, 16\), got 3"):
+        kernels.add_adapters(out, shrunk[..., None].repeat(1, 1, 3), adapters)
     with pytest.raises(TypeError, match="shrunk: expected dtype"):
         kernels.add_adapters(out, shrunk.half(), adapters)
     with pytest.raises(ValueError, match=r"adapters.slots: expected shape \[2\]"):

@@ -15,7 +15,15 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lora import Adapters
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, lora_arguments
+from mrv1.kernels.layers.lora_values import (
+    LoraPointers,
+    adapter_values,
+    load_ranks,
+    lora_arguments,
+)
+
+SPLITS = (1, 2, 4, 8, 16)
+"""Into how many parts ``shrink_adapters`` may cut its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +37,7 @@ class AddAdaptersConfig:
     @classmethod
     def default_for(cls) -> AddAdaptersConfig:
         """Return the configuration for a GPU; not measured yet."""
-        return cls(tile_tokens=8, tile_rows=128, num_warps=4)
+        return cls(tile_tokens=8, tile_rows=64, num_warps=4)
 
     @classmethod
     def for_interpreter(cls, num_tokens: int, num_rows: int) -> AddAdaptersConfig:
@@ -43,18 +51,19 @@ class AddAdaptersConfig:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_adapters_kernel(
-    out_ptr,  # [num_tokens, num_rows], unit last stride
+    out_ptr,  # [num_tokens, LORA_ROWS], unit last stride
     stride_out_token,
     shrunk_ptr,  # see LoraPointers
     b_ptr,
     slots_ptr,
     ranks_ptr,
     num_tokens,
-    num_rows,
+    LORA_ROWS: tl.constexpr,
     LORA_PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr,
+    LORA_SPLITS: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    SECOND_PART: tl.constexpr,  # its first row, or num_rows
+    SECOND_PART: tl.constexpr,  # its first row, or LORA_ROWS
     THIRD_PART: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -64,15 +73,15 @@ def _add_adapters_kernel(
     let_next_start(OVERLAP)
     token = tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
-    is_token, is_row = token < num_tokens, row < num_rows
-    wait_for_previous(OVERLAP)
+    is_token, is_row = token < num_tokens, row < LORA_ROWS
     lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+    wait_for_previous(OVERLAP)
+    tokens = load_ranks(lora, token, is_token, LORA_PARTS)
     added = adapter_values(
-        lora, token, is_token, row, is_row, num_rows, LORA_PARTS, MAX_RANK, AT_ONCE, SECOND_PART,
-        THIRD_PART,
+        lora, tokens, token, row, -1, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+        SECOND_PART, THIRD_PART,
     )  # fmt: skip
-    slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
-    inside = is_token & is_row & (slot >= 0)  # another token's result stays as it is
+    inside = is_token & is_row & (tokens.slot >= 0)  # another token's result stays as it is
     out_ptr += token * stride_out_token + row
     y = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32) + added
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)
@@ -84,7 +93,8 @@ def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) ->
     Args:
         out: ``[tokens, rows of the weight]`` float32 | float16 | bfloat16, unit last stride,
             *written*, but for tokens without an adapter.
-        shrunk: ``[tokens, parts * max_rank]`` float32, contiguous: of ``shrink_adapters``.
+        shrunk: ``[tokens, parts * max_rank]`` float32, contiguous: of ``shrink_adapters``; or with
+            ``keep_splits``, ``[tokens, parts * max_rank, splits]``.
         adapters: as there; B has any dtype of ``out``'s.
 
     Raises:
@@ -99,7 +109,11 @@ def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) ->
     check_tensor("out", out, shape=(None, num_rows), dtype=FLOAT_DTYPES, unit_last_stride=True)
     check_launchable("out", out)
     num_tokens = out.shape[0]
-    shape = (num_tokens, parts * matrices.max_rank)
+    shape: tuple[int, ...] = (num_tokens, parts * matrices.max_rank)
+    if shrunk.dim() == 3:
+        if shrunk.shape[2] not in SPLITS:
+            raise ValueError(f"shrunk: expected splits of {SPLITS}, got {shrunk.shape[2]}")
+        shape = (*shape, shrunk.shape[2])
     check_tensor(
         "shrunk", shrunk, shape=shape, dtype=torch.float32, device=out.device, contiguous=True
     )
@@ -116,7 +130,6 @@ def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) ->
     _add_adapters_kernel[grid](
         *with_strides(out, 1),
         num_tokens=num_tokens,
-        num_rows=num_rows,
         **lora_arguments(
             adapters, shrunk, config.tile_tokens * config.tile_rows, config.num_warps
         ),

@@ -10,9 +10,8 @@ A decode step multiplies few rows by weights that are read once: it takes as lon
 weights. Where launches overlap (``dependent_launch``) a program starts to load weights before it
 waits for the previous kernel.
 
-A quantized weight is multiplied by ``linear_codes`` if there are few tokens. With many, tokens are
-quantized too if the checkpoint says so (``linear_scaled``); else it is widened first
-(``dequantize``) and then a matrix like any other.
+A quantized weight is multiplied by ``linear_codes`` if there are few tokens, else it is widened
+first (``dequantize``) and then a matrix like any other.
 
 ``linear_vector`` computes one token, ``linear_registers`` up to 64 tokens if a GPU's registers
 hold the weights, the vendor's library most other calls with more than MOST_TOKENS tokens (norms
@@ -47,7 +46,6 @@ from mrv1.kernels.layers.linear_codes import (
     multiply_codes,
 )
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
-from mrv1.kernels.layers.linear_scaled import multiplies_scaled, multiply_scaled
 from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
@@ -130,7 +128,9 @@ def linear(
             leaves are added as leaves are.
         adapters: low-rank adapters of the weight, and which of them each token uses: their
             ``scaling * B @ A @ rms_norm(x)`` is added to the product, before ``bias``. With an
-            activation they have one part, or one for gates and one for ups.
+            activation they have one part, or one for gates and one for ups. Read before earlier
+            launches have ended, as ``weight``: the launch that writes ``slots`` must have ended
+            before the last launch began.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -145,11 +145,8 @@ def linear(
         codes: scales of groups of at least 64 bytes of codes multiply sums, and the norm of one
         token multiplies by its weight, rounds, and scales the result; other scales multiply
         weights, which are rounded once, as are those of more tokens and of deterministic calls.
-        Inputs are quantized, as ``weight.activations`` says, if more than 32 bfloat16 tokens are
-        multiplied on a GPU from sm_89 on: codes are rounded to nearest, their products summed in
-        float32, the sum is scaled and rounded before a residual is added. Adapters' products are
-        as in ``shrink_adapters`` and ``add_adapters``, added to the float32 sum or the library's
-        rounded product. Tier B.
+        Inputs are not quantized. Adapters' products are as in ``shrink_adapters`` and
+        ``add_adapters``, added to the float32 sum or the library's rounded product. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
@@ -160,17 +157,18 @@ def linear(
     added = (bias, norm_weight, residual, activation, normed_out)
     if keep_splits and any(each is not None for each in added):
         raise ValueError("keep_splits: expected False with arguments that change the product")
-    is_new = out is None
     if out is None:
         out = x.new_empty((x.shape[0], num_out))
     if x.shape[0] == 0:
         return out
     is_vector = x.shape[0] == 1 and not deterministic
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    norms_itself = is_vector and adapters is None and _norms_itself(x, quantized)
+    norms_itself = is_vector and _norms_itself(x, quantized)
     if norm_weight is not None and not norms_itself:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
-    shrunk = None if adapters is None else shrink_adapters(x, adapters)
+    shrunk = None
+    if adapters is not None:
+        shrunk = shrink_adapters(x, adapters, norm_weight=norm_weight, eps=eps, keep_splits=True)
     if quantized is not None and quantized.order is not None:
         x = x.index_select(1, quantized.order)
     call = LinearCall(
@@ -191,18 +189,11 @@ def linear(
         shrunk=shrunk,
     )
     sums = None
-    is_scaled = quantized is not None and multiplies_scaled(call, quantized)
-    config_of_codes = None
-    if quantized is not None and not is_scaled:
-        config_of_codes = codes_config(call, quantized)
-        if config_of_codes is None:
-            call = replace(call, weight=widened(quantized))
+    config_of_codes = None if quantized is None else codes_config(call, quantized)
+    if quantized is not None and config_of_codes is None:
+        call = replace(call, weight=widened(quantized))
     if quantized is not None and config_of_codes is not None:
         sums = multiply_codes(call, quantized, config_of_codes)
-    elif quantized is not None and is_scaled:
-        product = _finish(call, multiply_scaled(call, quantized))
-        if product is not out:
-            out = product if is_new else out.copy_(product)
     elif is_vector:
         multiply_vector(call, _vector_config(call))
     elif (config := _register_config(call)) is not None:
@@ -321,17 +312,6 @@ def _multiply_by_library(call: LinearCall) -> None:
     if call.is_gated:
         activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
         activate(product, out=call.out)
-
-
-def _finish(call: LinearCall, product: torch.Tensor) -> torch.Tensor:
-    """Return the results of a product with its bias; they may be ``call.out``."""
-    _add_adapters(call, product)
-    if call.is_gated:
-        activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
-        product = activate(product, out=None if call.residual is not None else call.out)
-    if call.residual is not None:
-        product = torch.add(product, call.residual, out=call.out)
-    return product
 
 
 def _add_adapters(call: LinearCall, product: torch.Tensor) -> None:

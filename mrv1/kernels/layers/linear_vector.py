@@ -14,7 +14,12 @@ import torch
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
+from mrv1.kernels.layers.lora_values import (
+    MOST_OF_VECTOR,
+    LoraPointers,
+    load_columns,
+    vector_values,
+)
 from mrv1.kernels.layers.silu import gated
 
 
@@ -120,8 +125,10 @@ def _linear_vector_kernel(
     b_ptr=None,
     slots_ptr=None,
     ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0,
     LORA_PARTS: tl.constexpr = 0,
     MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1,
     AT_ONCE: tl.constexpr = 0,
     SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
@@ -151,6 +158,23 @@ def _linear_vector_kernel(
     if bias_ptr is not None:
         first_bias = tl.load(bias_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + second, mask=is_second, other=0.0).to(tl.float32)
+    if b_ptr is not None:
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+        first_columns = load_columns(
+            lora,
+            first,
+            is_first,
+            LORA_ROWS,
+            LORA_PARTS,
+            MAX_RANK,
+            AT_ONCE,
+            SECOND_PART,
+            THIRD_PART,
+        )
+        second_columns = load_columns(
+            lora, second, is_second, LORA_ROWS, LORA_PARTS, MAX_RANK, AT_ONCE, SECOND_PART,
+            THIRD_PART,
+        )  # fmt: skip
     wait_for_previous(OVERLAP)
 
     vector = Rows(x_ptr + every, always)
@@ -181,16 +205,14 @@ def _linear_vector_kernel(
 
     y = tl.sum(first_y, axis=1, keep_dims=True)
     second_y = tl.sum(second_y, axis=1, keep_dims=True)
-    lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-    num_rows = 2 * num_out if GATED else num_out
     if b_ptr is not None:
-        y += adapter_values(
-            lora, every, always, first, is_first, num_rows, LORA_PARTS, MAX_RANK,
-            AT_ONCE, SECOND_PART, THIRD_PART,
+        y += vector_values(
+            lora, first_columns, first, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+            SECOND_PART, THIRD_PART,
         )  # fmt: skip
-        second_y += adapter_values(
-            lora, every, always, second, is_second, num_rows, LORA_PARTS, MAX_RANK,
-            AT_ONCE, SECOND_PART, THIRD_PART,
+        second_y += vector_values(
+            lora, second_columns, second, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+            SECOND_PART, THIRD_PART,
         )  # fmt: skip
     if bias_ptr is not None:
         y += first_bias
@@ -210,6 +232,9 @@ def _linear_vector_kernel(
 def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
     """Compute ``call.out`` for one token."""
     num_rows = call.weight.shape[0]
+    lora = call.lora_arguments(config.tile_rows, config.num_warps)
+    if lora:
+        lora["AT_ONCE"] = min(MOST_OF_VECTOR, triton.next_power_of_2(lora["MAX_RANK"]))
     _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
         *(call.out, call.residual, call.x, call.weight),
         *(call.bias, call.norm_weight, call.eps, call.num_out),
@@ -221,5 +246,5 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
         LATE_CHUNKS=config.late_chunks,
         num_warps=config.num_warps,
         **overlap_options(call.x.device),
-        **call.lora_arguments(config.tile_rows, config.num_warps),
+        **lora,
     )

@@ -12,58 +12,239 @@ from mrv1.kernels.layers.lora import Adapters
 
 MOST_AT_ONCE = 8
 """Most ranks whose loads start before a program waits for any of them."""
+OF_ROW = {"most": 16, "most_values": 128}
+"""The same, where B of one token is loaded before the kernel waits for the previous one."""
+MOST_OF_VECTOR = 32
+"""Most ranks that the kernel of one token loads at once, one for each lane of a warp."""
 VALUES_AT_ONCE = 32
-"""Most values of B that a thread loads before it waits, if it has one result at least: with twice
-as many, ptxas spills registers of the largest tiles of ``linear`` (sm_90, triton 3.7.1)."""
+"""Most values of B that a thread loads before it waits, if it has one result at least."""
 
 
 class LoraPointers(NamedTuple):
     """The adapters of a weight, for tokens whose inputs ``shrink_adapters`` has multiplied."""
 
-    shrunk_ptr: tl.tensor  # [tokens, PARTS * MAX_RANK] float32
+    shrunk_ptr: tl.tensor  # [tokens, PARTS * MAX_RANK, SPLITS] float32
     b_ptr: tl.tensor  # [slots, MAX_RANK, rows of the weight]
     slots_ptr: tl.tensor  # [tokens] int32, -1 = none
     ranks_ptr: tl.tensor  # [slots, PARTS] int32
 
 
 @triton.jit
-def adapter_values(
-    lora, token, is_token, row, is_row, num_rows, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    AT_ONCE: tl.constexpr, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
-):  # fmt: skip
-    """Return what adapters add at tokens and rows of a weight, in float32, before any bias.
+def part_of(row, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr):
+    """Return the part of each row of a weight."""
+    return (row >= SECOND_PART).to(tl.int32) + (row >= THIRD_PART).to(tl.int32)
 
-    ``token`` and ``row`` are broadcast to the tile, such as [tokens, 1] and [1, rows]. A value is
-    one chain of fused additions, from the first rank to the last, in every kernel and tile: its
-    bits follow from its token and row alone.
-    """
-    part = (row >= SECOND_PART).to(tl.int32) + (row >= THIRD_PART).to(tl.int32)
+
+@triton.jit
+def sum_of_parts(x, COUNT: tl.constexpr):
+    """Return [m, n], the sum of [m, n, COUNT], neighbours first: in any layout in one order."""
+    M: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    if COUNT == 16:
+        first, second = tl.split(tl.reshape(x, [M, N, 8, 2]))
+        x = first + second
+    if COUNT >= 8:
+        first, second = tl.split(tl.reshape(x, [M, N, 4, 2]))
+        x = first + second
+    if COUNT >= 4:
+        first, second = tl.split(tl.reshape(x, [M, N, 2, 2]))
+        x = first + second
+    if COUNT >= 2:
+        first, second = tl.split(tl.reshape(x, [M, N, 2]))
+        x = first + second
+    return tl.reshape(x, [M, N])
+
+
+class TokenRanks(NamedTuple):
+    """The adapters of a tile's tokens: no earlier launch that may still run writes them."""
+
+    slot: tl.tensor  # [tokens] int64 in the tile's layout, such as [tokens, 1]; -1 = none
+    ranks: tuple[Any, ...]  # of each part, like slot
+
+
+@triton.jit
+def load_ranks(lora, token, is_token, PARTS: tl.constexpr):
+    """Return the adapters of a tile's tokens, such as [tokens, 1]."""
     slot = tl.load(lora.slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
-    has_rank = (slot >= 0) & is_row
-    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=has_rank, other=0)
-    shrunk_ptr = lora.shrunk_ptr + token.to(tl.int64) * (PARTS * MAX_RANK) + part * MAX_RANK
-    b_ptr = lora.b_ptr + slot * MAX_RANK * num_rows + row
-    added = tl.zeros((is_token & is_row).shape, tl.float32)
+    ranks = ()
+    for part in tl.static_range(PARTS):
+        rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
+        ranks += (rank,)  # type: ignore[assignment]
+    return TokenRanks(slot, ranks)
+
+
+@triton.jit
+def _part_values(
+    lora, token, slot, rank, row, is_row, part, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return what adapters add at rows of one part; a row that is not one has no meaning."""
+    first_value = (token.to(tl.int64) * PARTS + part) * MAX_RANK
+    shrunk_ptr = lora.shrunk_ptr + first_value * SPLITS
+    shrunk_ptr = tl.expand_dims(shrunk_ptr, 2) + tl.arange(0, SPLITS)[None, None, :]
+    b_ptr = lora.b_ptr + slot * (MAX_RANK * ROWS) + row
+    added = tl.zeros((slot >= row).shape, tl.float32)
     for first in range(0, tl.max(rank), AT_ONCE):  # no iteration where no token has an adapter
         shrunks = ()
         columns = ()
         for index in tl.static_range(AT_ONCE):
             is_rank = first + index < rank
-            shrunk = tl.load(shrunk_ptr + first + index, mask=is_rank, other=0.0)
-            column = tl.load(b_ptr + (first + index) * num_rows, mask=is_rank & is_row, other=0.0)
-            shrunks += (shrunk,)  # type: ignore[assignment]
+            splits = tl.load(
+                shrunk_ptr + (first + index) * SPLITS, mask=tl.expand_dims(is_rank, 2), other=0.0
+            )
+            column = tl.load(b_ptr + (first + index) * ROWS, mask=is_rank & is_row, other=0.0)
+            shrunks += (splits,)  # type: ignore[assignment]
             columns += (column,)  # type: ignore[assignment]
         for index in tl.static_range(AT_ONCE):
             column = columns[index].to(tl.float32)
-            shrunk, column = tl.broadcast(shrunks[index], column)  # type: ignore[unreachable]
+            shrunk, column = tl.broadcast(  # type: ignore[unreachable]
+                sum_of_parts(shrunks[index], SPLITS), column
+            )
             added = tl.fma(shrunk, column, added)
     return added
 
 
-def ranks_at_once(max_rank: int, tile: int, num_warps: int) -> int:
+@triton.jit
+def adapter_values(
+    lora, tokens, token, row, PART: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
+    SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
+):  # fmt: skip
+    """Return what adapters add at tokens and rows of a weight, in float32, before any bias.
+
+    ``token`` and ``row`` are broadcast to the tile, such as [tokens, 1] and [1, rows]; ``tokens``
+    are of ``load_ranks``. PART is that of all rows, -1 = any: they follow from SECOND_PART and
+    THIRD_PART. What is returned of a row past the last has no meaning. ROWS is a constant, so that
+    16 bytes are loaded at once. A value is one chain of fused additions, from the first rank to
+    the last, in every kernel and tile of several tokens: its bits follow from its token and row
+    alone.
+    """
+    if PARTS == 1 or PART >= 0:
+        OF_ALL: tl.constexpr = 0 if PARTS == 1 else PART
+        added = _part_values(
+            lora, token, tokens.slot, tokens.ranks[OF_ALL], row, row < ROWS, OF_ALL, ROWS, PARTS,
+            MAX_RANK, SPLITS, AT_ONCE,
+        )  # fmt: skip
+    else:
+        part = part_of(row, SECOND_PART, THIRD_PART)
+        added = tl.zeros((tokens.slot >= row).shape, tl.float32)
+        for each in range(tl.min(part), tl.max(part) + 1):  # mostly one
+            rank = tl.where(each == 0, tokens.ranks[0], tokens.ranks[PARTS - 1])
+            if PARTS == 3:
+                rank = tl.where(each == 1, tokens.ranks[1], rank)
+            values = _part_values(
+                lora, token, tokens.slot, rank, row, (row < ROWS) & (part == each), each, ROWS,
+                PARTS, MAX_RANK, SPLITS, AT_ONCE,
+            )  # fmt: skip
+            added = tl.where(part == each, values, added)
+    return added
+
+
+@triton.jit
+def load_row(
+    lora, slot, rank, col, first, ROWS: tl.constexpr, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+):  # fmt: skip
+    """Return B of one token's adapter at ``col``, [rows], as RANKS tensors from rank ``first``."""
+    columns = ()
+    for index in tl.static_range(RANKS):
+        b_ptr = lora.b_ptr + (slot * MAX_RANK + first + index) * ROWS + col
+        column = tl.load(b_ptr, mask=(first + index < rank) & (col < ROWS), other=0.0)
+        columns += (column,)  # type: ignore[assignment]
+    return columns
+
+
+@triton.jit
+def add_row(
+    added, lora, columns, token, rank, part, first, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Return ``added``, [rows], with what RANKS ranks of ``load_row`` add at one token."""
+    split = tl.arange(0, SPLITS)[None, None, :]
+    for index in tl.static_range(RANKS):
+        shrunk = tl.zeros(rank.shape, tl.float32)
+        for each in tl.static_range(PARTS):
+            value = (token * PARTS + each) * MAX_RANK + first + index
+            is_rank = (first + index < MAX_RANK) & (split >= 0)
+            splits = tl.load(lora.shrunk_ptr + value * SPLITS + split, mask=is_rank, other=0.0)
+            of_part = tl.reshape(sum_of_parts(splits, SPLITS), [1])
+            shrunk = tl.where((part == each) & (first + index < rank), of_part, shrunk)
+        added = tl.fma(shrunk, columns[index].to(tl.float32), added)
+    return added
+
+
+class Columns(NamedTuple):
+    """B of the one token's adapter at [rows, 1] rows."""
+
+    first: tl.tensor  # [rows, RANKS], the first ranks
+    rank: tl.tensor  # [rows, 1] of the row's part, 0 = no adapter
+    slot: tl.tensor
+
+
+@triton.jit
+def _load_ranks(lora, slot, rank, row, first, ROWS, MAX_RANK: tl.constexpr, RANKS: tl.constexpr):
+    index = first + tl.arange(0, RANKS)[None, :]
+    b_ptr = lora.b_ptr + (slot * MAX_RANK + index) * ROWS + row
+    return tl.load(b_ptr, mask=index < rank, other=0.0)
+
+
+@triton.jit
+def _vector_part(
+    lora, b, rank, first_value, first, SPLITS: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    index = first + tl.arange(0, RANKS)[None, :]
+    ptr = tl.expand_dims(lora.shrunk_ptr + (first_value + index) * SPLITS, 2)
+    splits = tl.load(
+        ptr + tl.arange(0, SPLITS)[None, None, :], mask=tl.expand_dims(index < rank, 2), other=0.0
+    )
+    return tl.sum(sum_of_parts(splits, SPLITS) * b.to(tl.float32), axis=1, keep_dims=True)
+
+
+@triton.jit
+def load_columns(
+    lora, row, is_row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    RANKS: tl.constexpr, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
+):  # fmt: skip
+    """Return B of the adapter of a step's one token, at ``row``, [rows, 1]: RANKS ranks of it.
+
+    Each lane of a warp loads another rank: a row has few ranks, and a warp has few rows.
+    """
+    slot = tl.load(lora.slots_ptr).to(tl.int64)
+    part = part_of(row, SECOND_PART, THIRD_PART)
+    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=(slot >= 0) & is_row, other=0)
+    first = _load_ranks(lora, slot, rank, row, 0, ROWS, MAX_RANK, RANKS)
+    return Columns(first, rank, slot)
+
+
+@triton.jit
+def vector_values(
+    lora, columns, row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, SECOND_PART: tl.constexpr,
+    THIRD_PART: tl.constexpr,
+):  # fmt: skip
+    """Return what the adapter of a step's one token adds at ``row``, as ``load_columns`` got it.
+
+    RANKS ranks are summed as a tree.
+    """
+    first_value = part_of(row, SECOND_PART, THIRD_PART) * MAX_RANK
+    added = _vector_part(lora, columns.first, columns.rank, first_value, 0, SPLITS, RANKS)
+    for first in range(RANKS, MAX_RANK, RANKS):
+        b = _load_ranks(lora, columns.slot, columns.rank, row, first, ROWS, MAX_RANK, RANKS)
+        added += _vector_part(lora, b, columns.rank, first_value, first, SPLITS, RANKS)
+    return added
+
+
+def ranks_at_once(
+    max_rank: int,
+    tile: int,
+    num_warps: int,
+    *,
+    most: int = MOST_AT_ONCE,
+    most_values: int = VALUES_AT_ONCE,
+) -> int:
     """Return the ranks that a program with ``tile`` results loads at once, a power of two."""
     of_thread = max(tile // (32 * num_warps), 1)
-    at_once = min(MOST_AT_ONCE, max(VALUES_AT_ONCE // of_thread, 1))
+    at_once = min(most, max(most_values // of_thread, 1))
     return min(at_once, next_power_of_2(max_rank))
 
 
@@ -74,7 +255,7 @@ def lora_arguments(
 
     ``tile`` is the number of results that a program writes at once.
     """
-    if adapters is None:
+    if adapters is None or shrunk is None:
         return {}
     matrices, num_rows = adapters.matrices, sum(adapters.matrices.part_rows)
     starts = (*matrices.part_starts, num_rows, num_rows)
@@ -83,8 +264,10 @@ def lora_arguments(
         "b_ptr": matrices.b,
         "slots_ptr": adapters.slots,
         "ranks_ptr": matrices.ranks,
+        "LORA_ROWS": num_rows,
         "LORA_PARTS": len(matrices.part_rows),
         "MAX_RANK": matrices.max_rank,
+        "LORA_SPLITS": shrunk.shape[2] if shrunk.dim() == 3 else 1,
         "AT_ONCE": ranks_at_once(matrices.max_rank, tile, num_warps),
         "SECOND_PART": starts[1],
         "THIRD_PART": starts[2],
