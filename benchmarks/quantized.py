@@ -6,7 +6,8 @@ One launch is the four products, one after the other; their weights rotate, so n
 when it is read again. Bytes are those of codes and scales (or of the plain matrix), and the share
 is of a measured copy's bandwidth. Beside mrv1's kernels: ``bfloat16``, mrv1's product with plain
 weights; ``scaled_mm``, torch's product of e4m3 with scales of tokens and rows, its tokens in codes
-before; ``marlin``, vLLM's int4 kernel, if vLLM is installed. Needs a GPU with bfloat16.
+before; ``marlin``, vLLM's int4 kernel, if vLLM is installed. Many ``e4m3 tokens`` become codes
+within the product. Needs a GPU with bfloat16.
 """
 
 from __future__ import annotations
@@ -60,27 +61,44 @@ class Contender:
 
 def random_codes(kind: str, num_in: int, num_out: int, device: torch.device) -> QuantizedWeight:
     """Return a weight of random codes whose values are about ``num_in ** -0.5``."""
-    if kind == "e4m3":
-        codes = (torch.randn(num_out, num_in, device=device) * 64).to(torch.float8_e4m3fn)
-        scales = torch.full((num_out, 1), num_in**-0.5 / 64, device=device)
-        return QuantizedWeight(code="e4m3", codes=codes, dtype=torch.bfloat16, scales=scales)
-    if kind == "e4m3 blocks":
-        codes = (torch.randn(num_out, num_in, device=device) * 64).to(torch.float8_e4m3fn)
-        blocks = -(-num_out // GROUP), -(-num_in // GROUP)
-        return QuantizedWeight(
-            code="e4m3", codes=codes, dtype=torch.bfloat16, rows_per_scale=GROUP,
-            inputs_per_scale=GROUP, scales=torch.full(blocks, num_in**-0.5 / 64, device=device),
-        )  # fmt: skip
-    codes = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8, device=device)
-    size = 32 if kind in ("mxfp4", "q4_0") else GROUP
-    new = partial(QuantizedWeight, codes=codes, dtype=torch.bfloat16, inputs_per_scale=size)
-    shape = num_out, num_in // size
+    if kind.startswith("e4m3"):
+        return _random_e4m3(kind, num_in, num_out, device)
+    size = num_in**-0.5 / 5
+    group = 32 if kind in ("mxfp4", "q8_0", "q4_0", "q4_1") else GROUP
+    shape = num_out, num_in // group
+    if kind == "q8_0":
+        codes = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8, device=device)
+        size /= 16
+    else:
+        codes = torch.randint(0, 256, (num_out, num_in // 2), dtype=torch.uint8, device=device)
+    new = partial(QuantizedWeight, codes=codes, dtype=torch.bfloat16, inputs_per_scale=group)
+    if kind == "q4_k":
+        steps = torch.full((num_out, num_in // 256, 2), size / 40, device=device).half()
+        numbers = torch.randint(0, 256, (*steps.shape[:2], 12), dtype=torch.uint8, device=device)
+        heads = torch.cat((steps.view(torch.uint8), numbers), -1)
+        return new(code="q4_k", heads=heads, inputs_per_scale=0)
     if kind == "mxfp4":
         exponents = torch.full(shape, 119, dtype=torch.uint8, device=device)
         return new(code="e2m1", scales=exponents)
-    dtype = torch.float16 if kind == "q4_0" else torch.bfloat16
-    scales = torch.full(shape, num_in**-0.5 / 5, dtype=dtype, device=device)
+    dtype = torch.bfloat16 if kind == "int4" else torch.float16
+    scales = torch.full(shape, size, dtype=dtype, device=device)
+    if kind == "q8_0":
+        return new(code="int8", scales=scales)
+    if kind == "q4_1":
+        return new(code="uint4", scales=scales, mins=-7 * scales)
     return new(code="int4", scales=scales)
+
+
+def _random_e4m3(kind: str, num_in: int, num_out: int, device: torch.device) -> QuantizedWeight:
+    codes = (torch.randn(num_out, num_in, device=device) * 64).to(torch.float8_e4m3fn)
+    new = partial(QuantizedWeight, code="e4m3", codes=codes, dtype=torch.bfloat16)
+    size = num_in**-0.5 / 64
+    if kind == "e4m3 blocks":
+        blocks = -(-num_out // GROUP), -(-num_in // GROUP)
+        scales = torch.full(blocks, size, device=device)
+        return new(rows_per_scale=GROUP, inputs_per_scale=GROUP, scales=scales)
+    scales = torch.full((num_out, 1), size, device=device)
+    return new(scales=scales, activations="token" if kind == "e4m3 tokens" else None)
 
 
 def by_mrv1(kind: str, num_in: int, num_out: int, device: torch.device) -> Contender:
@@ -90,6 +108,7 @@ def by_mrv1(kind: str, num_in: int, num_out: int, device: torch.device) -> Conte
         multiply=lambda x: kernels.linear(x, weight),
         num_bytes=weight.nbytes,
         values=first_rows(weight),
+        is_exact=weight.activations is None,
     )
 
 
@@ -162,7 +181,9 @@ def by_marlin(num_in: int, num_out: int, device: torch.device) -> Contender:
     )
 
 
-MRV1 = ("int4", "q4_0", "mxfp4", "e4m3", "e4m3 blocks")
+MRV1 = (
+    "e4m3", "int4", "e4m3 blocks", "mxfp4", "q8_0", "q4_1", "q4_k", "q4_0", "e4m3 tokens",
+)  # fmt: skip
 """Kinds of ``random_codes``."""
 CONTENDERS: dict[str, Callable[[int, int, torch.device], Contender]] = {
     **{kind: partial(by_mrv1, kind) for kind in MRV1},

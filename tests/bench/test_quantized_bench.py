@@ -17,7 +17,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take oracles for kernels, and a small layer."""
     monkeypatch.setattr(quantized, "kernels", reference)
     monkeypatch.setattr(quantized, "resolve_device", lambda name: torch.device("cpu"))
-    monkeypatch.setattr(quantized, "products", lambda shape: {"a": (256, 384), "b": (384, 256)})
+    monkeypatch.setattr(quantized, "products", lambda shape: {"a": (256, 512), "b": (512, 256)})
     monkeypatch.setattr(quantized, "copy_bandwidth", lambda device: 1e12)
 
 
@@ -27,11 +27,11 @@ def test_a_row_for_each_contender_and_its_bytes(tmp_path: Path) -> None:
     quantized.main([str(output), "--tokens", "1,3", "--repeats", "1", "--commit", "x"])
     result = json.loads(output.read_text())
     rows = {(row["contender"], row.get("tokens")): row for row in result["results"]}
-    codes = 2 * 256 * 384
+    codes = 2 * 256 * 512
     assert rows["bfloat16", 1]["bytes"] == 2 * codes
     assert rows["int4", 3]["bytes"] == codes // 2 + 2 * codes // 128
     assert rows["mxfp4", 3]["bytes"] == codes // 2 + codes // 32
-    assert rows["e4m3", 1]["bytes"] == codes + 4 * (256 + 384)
+    assert rows["e4m3", 1]["bytes"] == codes + 4 * (256 + 512)
     assert rows["marlin", None]["error"]  # vLLM, or a GPU, is missing
     row = rows["q4_0", 1]
     assert row["share_of_copy_bandwidth"] == pytest.approx(row["bytes"] / row["us"] / 1e6)

@@ -9,7 +9,13 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
-from mrv1.kernels.layers.linear_codes import CodesConfig, _linear_codes_kernel
+from mrv1.kernels.layers.linear_codes import LINE, CodesConfig, _linear_codes_kernel
+from mrv1.kernels.layers.linear_scaled import (
+    BLOCK,
+    CAPABILITY,
+    _quantize_tokens_kernel,
+    tokens_config,
+)
 from mrv1.testing.aot import AotCase, Target, pointer
 
 
@@ -84,8 +90,37 @@ def cases(target: Target) -> list[AotCase]:
             for shape in SHAPES[1:]
             for tokens in (1, 16, 64)
         ),
+        *(
+            _quantize_tokens(target, num_in, inputs_per_scale, is_static=is_static)
+            for num_in in (2880, 14336)
+            for inputs_per_scale, is_static in ((0, False), (0, True), (BLOCK, False))
+            if target.capability >= CAPABILITY
+        ),
         *widening,
     ]
+
+
+def _quantize_tokens(
+    target: Target, num_in: int, inputs_per_scale: int, *, is_static: bool
+) -> AotCase:
+    groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
+    scales = pointer(torch.float32)
+    kind = "static" if is_static else inputs_per_scale or "token"
+    return AotCase(
+        name=f"quantize_tokens-{num_in}-{kind}",
+        kernel=_quantize_tokens_kernel,
+        args=(
+            *(pointer(torch.float8_e4m3fn), scales, 33, pointer(torch.bfloat16), num_in),
+            *(scales if is_static else None, 33),
+        ),
+        constexprs={
+            "IN": num_in,
+            "GROUPS": groups,
+            "GROUP": group,
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=num_warps,
+    )
 
 
 def _widen(kind: Kind, dtype: torch.dtype) -> AotCase:
@@ -116,7 +151,13 @@ def _linear(
     is_gated = "gated" in fused
     num_rows = num_out * (2 if is_gated else 1)
     config = CodesConfig.default_for(
-        num_tokens, num_in // kind.per_element, num_rows, is_gated=is_gated
+        num_tokens,
+        num_in // kind.per_element,
+        num_rows,
+        is_gated=is_gated,
+        scaling=kind.scaling,
+        per_element=kind.per_element,
+        adds_tokens=kind.code == "uint4",
     )
     data, has_norm = pointer(dtype), "norm" in fused and num_tokens == 1
     prefetches = target.has_dependent_launch and config.splits == 1
@@ -128,10 +169,11 @@ def _linear(
             pointer(torch.float32) if config.splits > 1 else None,
             *((data, num_out) if "residual" in fused else (None, 0)),
             *(data, num_in),
-            *kind.tensors(),
+            *(pointer(torch.int32), *kind.tensors()[1:]),
             *(None, data if has_norm else None, 1e-6),
             *((pointer(torch.int8), 4096, 64) if prefetches else (None, 0, 0)),
             *(num_tokens, num_out),
+            triton.cdiv(num_in // kind.per_element, LINE * config.num_warps),
         ),
         constexprs={
             "CODE": kind.code,

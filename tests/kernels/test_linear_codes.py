@@ -206,9 +206,13 @@ def test_splits_are_kept(device):
 
 @pytest.mark.parametrize("num_rows", [1, 1024, 6144, 28672, 151_936])
 @pytest.mark.parametrize("num_elements", [16, 1024, 2048, 7168])
-def test_configurations(num_elements, num_rows):
+@pytest.mark.parametrize(("scaling", "per_element"), [("end", 2), ("step", 4), ("values", 4)])
+def test_configurations(num_elements, num_rows, scaling, per_element):
     for num_tokens in (1, 8, 9, 16, 17, 64):
-        config = CodesConfig.default_for(num_tokens, num_elements, num_rows, is_gated=False)
+        config = CodesConfig.default_for(
+            num_tokens, num_elements, num_rows, is_gated=False, scaling=scaling,
+            per_element=per_element, adds_tokens=False,
+        )  # fmt: skip
         steps = -(-num_elements // (32 * config.num_warps))
         assert 1 <= config.splits <= 8
         assert config.splits == 1 or steps >= config.splits * config.depth

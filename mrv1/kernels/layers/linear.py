@@ -10,8 +10,9 @@ A decode step multiplies few rows by weights that are read once: it takes as lon
 weights. Where launches overlap (``dependent_launch``) a program starts to load weights before it
 waits for the previous kernel.
 
-A quantized weight is multiplied by ``linear_codes`` if there are few tokens, else it is widened
-first (``dequantize``) and then a matrix like any other.
+A quantized weight is multiplied by ``linear_codes`` if there are few tokens. With many, tokens are
+quantized too if the checkpoint says so (``linear_scaled``); else it is widened first
+(``dequantize``) and then a matrix like any other.
 
 ``linear_vector`` computes one token, ``linear_registers`` up to 64 tokens if a GPU's registers
 hold the weights, the vendor's library most other calls with more than MOST_TOKENS tokens (norms
@@ -46,6 +47,7 @@ from mrv1.kernels.layers.linear_codes import (
     multiply_codes,
 )
 from mrv1.kernels.layers.linear_registers import RegisterConfig, multiply_in_registers
+from mrv1.kernels.layers.linear_scaled import multiplies_scaled, multiply_scaled
 from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
@@ -145,8 +147,11 @@ def linear(
         codes: scales of groups of at least 64 bytes of codes multiply sums, and the norm of one
         token multiplies by its weight, rounds, and scales the result; other scales multiply
         weights, which are rounded once, as are those of more tokens and of deterministic calls.
-        Inputs are not quantized. Adapters' products are as in ``shrink_adapters`` and
-        ``add_adapters``, added to the float32 sum or the library's rounded product. Tier B.
+        Inputs are quantized, as ``weight.activations`` says, if more than 32 bfloat16 tokens are
+        multiplied on a GPU from sm_89 on: codes are rounded to nearest, their products summed in
+        float32, the sum is scaled and rounded before a residual is added. Adapters' products are
+        as in ``shrink_adapters`` and ``add_adapters``, added to the float32 sum or the library's
+        rounded product. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
@@ -157,6 +162,7 @@ def linear(
     added = (bias, norm_weight, residual, activation, normed_out)
     if keep_splits and any(each is not None for each in added):
         raise ValueError("keep_splits: expected False with arguments that change the product")
+    is_new = out is None
     if out is None:
         out = x.new_empty((x.shape[0], num_out))
     if x.shape[0] == 0:
@@ -189,11 +195,18 @@ def linear(
         shrunk=shrunk,
     )
     sums = None
-    config_of_codes = None if quantized is None else codes_config(call, quantized)
-    if quantized is not None and config_of_codes is None:
-        call = replace(call, weight=widened(quantized))
+    is_scaled = quantized is not None and multiplies_scaled(call, quantized)
+    config_of_codes = None
+    if quantized is not None and not is_scaled:
+        config_of_codes = codes_config(call, quantized)
+        if config_of_codes is None:
+            call = replace(call, weight=widened(quantized))
     if quantized is not None and config_of_codes is not None:
         sums = multiply_codes(call, quantized, config_of_codes)
+    elif quantized is not None and is_scaled:
+        product = _finish(call, multiply_scaled(call, quantized))
+        if product is not out:
+            out = product if is_new else out.copy_(product)
     elif is_vector:
         multiply_vector(call, _vector_config(call))
     elif (config := _register_config(call)) is not None:
@@ -312,6 +325,17 @@ def _multiply_by_library(call: LinearCall) -> None:
     if call.is_gated:
         activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
         activate(product, out=call.out)
+
+
+def _finish(call: LinearCall, product: torch.Tensor) -> torch.Tensor:
+    """Return the results of a product with its bias; they may be ``call.out``."""
+    _add_adapters(call, product)
+    if call.is_gated:
+        activate = silu_and_mul if call.gate == GATES["silu_and_mul"] else gelu_tanh_and_mul
+        product = activate(product, out=None if call.residual is not None else call.out)
+    if call.residual is not None:
+        product = torch.add(product, call.residual, out=call.out)
+    return product
 
 
 def _add_adapters(call: LinearCall, product: torch.Tensor) -> None:

@@ -10,8 +10,10 @@ row share one; "step" to the sums of a line's products, where lines lie inside o
 to each weight, in float32, rounded once as ``QuantizedWeight.dense`` rounds. Zero points of 4-bit
 codes are taken from sums: the product of a line is scale * (codes @ x - zero * sum(x)).
 
-Codes of the next steps are loaded while these are multiplied, the first before the previous kernel
-has ended.
+The first steps' codes are loaded before the previous kernel has ended. Each step that is
+multiplied makes room for the one that is loaded next, so that all but one are under way at any
+time: as whole registers, because a loop that carries halves of them takes these apart, and waits,
+as soon as they are loaded.
 """
 
 from __future__ import annotations
@@ -34,9 +36,11 @@ from mrv1.kernels.layers.quantized import MOST_TOKENS, QuantizedWeight
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.widening import (
     Matrix,
+    as_float,
     codes_per_element,
     converts_e4m3,
     dense_values,
+    load_bits,
     matrix_arguments,
     widen,
 )
@@ -44,7 +48,9 @@ from mrv1.kernels.layers.widening import (
 LINE = 32
 """16-bit elements of a line."""
 NUM_PROGRAMS = 264
-"""Programs that a launch should have: two for each multiprocessor. Not measured."""
+"""Most programs of a launch that splits inputs: two for each multiprocessor of an H100."""
+MOST_TILES = 144
+"""Tiles of rows that are few: about one for each multiprocessor."""
 MOST_NORMED = 8192
 """Most inputs of a token that a program norms by itself."""
 
@@ -67,26 +73,62 @@ class CodesConfig:
     @classmethod
     @lru_cache(maxsize=1024)
     def default_for(
-        cls, num_tokens: int, num_elements: int, num_rows: int, *, is_gated: bool
+        cls,
+        num_tokens: int,
+        num_elements: int,
+        num_rows: int,
+        *,
+        is_gated: bool,
+        scaling: str,
+        per_element: int,
+        adds_tokens: bool,
     ) -> CodesConfig:
         """Return the configuration for a GPU; ``num_elements`` are 16-bit elements of a row.
 
-        Not measured. By count: an H200 delivers 19 bytes a cycle to each multiprocessor, and needs
-        about 32 KiB under way for it. Two steps of 16 rows are 8 KiB of a program, and registers
-        leave room for five programs of int4. More tokens take more rows: programs load all inputs
-        of their tokens.
+        ``scaling`` is where scales are applied, ``per_element`` the codes in 16 bits,
+        ``adds_tokens`` whether zero points need sums of tokens. Measured on an H100 in bfloat16
+        with the products of an 8B layer, each alone in a graph, weights rotated (int4 in groups of
+        128, e4m3 with a scale for each row or block):
+
+        - Eight warps with two steps each have enough bytes under way: 11 us for 6,144 rows of
+          4,096 e4m3 codes, where four warps take 13 to 15 us.
+        - Programs load all inputs of their tokens: with many rows, 64 rows in four warps are
+          faster (46 us for 28,672 rows, with 16 rows 48 to 55 us), most of all for 4-bit codes of
+          16 tokens (33 us, with 32 rows 42).
+        - Few rows of e4m3 are split along the inputs (25 us for 4,096 rows of 14,336 codes, 28 us
+          in programs of 16 whole rows); few of 4-bit codes are not (15 us, 17 us), but with 16
+          tokens (17.5 us, 19 us).
         """
-        num_warps = 4
-        tile_tokens = 8 if num_tokens <= 8 else 16 if num_tokens <= 16 else 32
-        tile_rows = 16 if tile_tokens == 8 else 32
-        depth = 2 if tile_tokens == 8 else 1
+        has_many = num_rows >= 64 * NUM_PROGRAMS
+        is_small = num_tokens <= 8
+        most_programs = NUM_PROGRAMS
+        if num_tokens > 16:
+            tile_rows, num_warps, depth = 64 if per_element == 2 else 32, 4, 1
+            tile_rows = tile_rows if scaling != "values" else 32
+        elif scaling == "values":
+            tile_rows, num_warps, depth = 16, 8, 2
+        elif adds_tokens and not is_small:  # 64 rows would not fit registers
+            tile_rows, num_warps, depth = 32, 8, 2
+        elif has_many and per_element == 4 and num_tokens == 1:  # nor with a norm
+            tile_rows, num_warps, depth = 16, 8, 2
+        elif has_many:
+            tile_rows, num_warps, depth = 64, 4, 2 if per_element == 4 and is_small else 1
+        elif per_element == 2:
+            tile_rows, num_warps, depth = 32 if num_rows <= 32 * MOST_TILES else 16, 8, 2
+        elif is_small:
+            tile_rows, num_warps, depth = 16 if num_rows <= 16 * NUM_PROGRAMS else 32, 8, 2
+            most_programs = MOST_TILES
+        else:
+            tile_rows, num_warps, depth = 64, 4, 1
+        if num_elements < 2 * LINE * num_warps:
+            num_warps = 4
         tiles = triton.cdiv(num_rows, tile_rows)
         steps = triton.cdiv(num_elements, LINE * num_warps)
         splits = 1
         if not is_gated:
-            splits = max(1, min(8, NUM_PROGRAMS // tiles, steps // depth))
+            splits = max(1, min(8, most_programs // tiles, steps // depth))
         return cls(
-            tile_tokens=tile_tokens,
+            tile_tokens=8 if is_small else 16 if num_tokens <= 16 else 32,
             tile_rows=tile_rows,
             splits=splits,
             num_warps=num_warps,
@@ -106,21 +148,28 @@ class CodesConfig:
 
 
 @triton.jit
-def _load_codes(
-    rows, first, last, DEPTH: tl.constexpr, ELEMENTS: tl.constexpr, WARPS: tl.constexpr
-):
-    """Return the codes of DEPTH steps, [rows * WARPS, 32] each; after ``last`` they are zeros."""
-    LINES: tl.constexpr = rows.ptr.shape[0]
-    line = tl.arange(0, LINES)[:, None] // 8 % WARPS * 32 + tl.arange(0, 32)[None, :]
-    steps = ()
-    for step in tl.static_range(DEPTH):
-        element = (first + step) * (WARPS * 32) + line
-        mask = rows.is_row & (first + step < last)
-        if ELEMENTS % (WARPS * 32) != 0:
-            mask = mask & (element < ELEMENTS)
-        loaded = tl.load(rows.ptr + element, mask=mask, other=0)
-        steps += (loaded,)  # type: ignore[assignment]
-    return steps
+def load_codes(rows, step, last, ELEMENTS: tl.constexpr, WARPS: tl.constexpr):
+    """Return the codes of a step, [rows * WARPS, 32 int16 or 16 int32]; from ``last`` on zeros."""
+    LINES: tl.constexpr = rows.shape[0]
+    WORDS: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 16
+    LINE: tl.constexpr = 32 // WORDS
+    line = tl.arange(0, LINES)[:, None] // 8 % WARPS * LINE + tl.arange(0, LINE)[None, :]
+    element = step * (WARPS * LINE) + line
+    if ELEMENTS % (WARPS * 32) != 0:
+        mask = (step < last) & (element < ELEMENTS // WORDS)
+        codes = tl.load(rows + element, mask=mask, other=0)
+    else:
+        codes = tl.load(rows + element, mask=step < last)
+    return codes
+
+
+@triton.jit
+def code_elements(codes):
+    """Return a step's codes as [rows * WARPS, 32] int16."""
+    if codes.dtype == tl.int32:
+        low, high = codes.to(tl.int16), (codes >> 16).to(tl.int16)
+        codes = tl.reshape(tl.join(low, high), [codes.shape[0], 32])
+    return codes
 
 
 @triton.jit
@@ -146,7 +195,7 @@ def _every_second(x, LINES: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _load_tokens(
+def load_tokens(
     rows,
     norm_weight_ptr,
     scale,
@@ -201,7 +250,7 @@ def _of_pieces_4(a, b, c, d, LINES: tl.constexpr):
 
 
 @triton.jit
-def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
+def as_joined_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
     """Return lines as [WARPS, ROWS, 32], columns in an order that keeps them in their registers.
 
     Where an operand comes from a join, as tokens do, Triton gives a lane four neighbours of each
@@ -212,33 +261,40 @@ def _as_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(
+def load_numbers(
     ptr,
     row,
-    is_row,
-    first,
+    step,
     last,
-    DEPTH: tl.constexpr,
     IN: tl.constexpr,
     LINE_IN: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Return the numbers of DEPTH steps, [WARPS, rows, 1] each: of the group of a warp's line."""
+    """Return the bits of a step's numbers, [WARPS, rows, 1]: of the group of a warp's line."""
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
-    warp = tl.arange(0, WARPS)[:, None, None]
-    numbers = ()
-    for step in tl.static_range(DEPTH):
-        group = ((first + step) * WARPS + warp) * LINE_IN // GROUP
-        mask = is_row & (group < GROUPS) & (first + step < last)
-        at = row // ROWS_PER_SCALE * GROUPS + group
-        loaded = tl.load(ptr + at, mask=mask, other=0)
-        numbers += (loaded,)  # type: ignore[assignment]
-    return numbers
+    group = (step * WARPS + tl.arange(0, WARPS)[:, None, None]) * LINE_IN // GROUP
+    mask = step < last
+    if IN % (LINE_IN * WARPS) != 0:
+        mask = mask & (group < GROUPS)
+    return load_bits(ptr + row // ROWS_PER_SCALE * GROUPS + group, mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_out", "prefetch_bytes", "prefetch_warp_bytes"])
+@triton.jit
+def _signed(byte, DTYPE: tl.constexpr):
+    """Return a zero point in float32, by its byte in int32."""
+    number = byte
+    if tl.int8 == DTYPE:
+        number = (byte ^ 128) - 128
+    return number.to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "num_out", "num_steps", "prefetch_bytes", "prefetch_warp_bytes"
+    ]
+)  # fmt: skip
 def _linear_codes_kernel(
     out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
     stride_out_token,
@@ -261,6 +317,7 @@ def _linear_codes_kernel(
     prefetch_warp_bytes,
     num_tokens,
     num_out,
+    num_steps,  # those of a row
     CODE: tl.constexpr,
     HARDWARE: tl.constexpr,  # see widen
     IN: tl.constexpr,
@@ -300,33 +357,37 @@ def _linear_codes_kernel(
     split = (tl.program_id(0) // num_token_tiles) % SPLITS
     first_out = (tl.program_id(0) // (num_token_tiles * SPLITS)).to(tl.int64) * TILE_OUT
     step = split * SPLIT_STEPS
-    last = tl.minimum(step + SPLIT_STEPS, STEPS)
+    last = tl.minimum(step + SPLIT_STEPS, num_steps)
 
+    # Rows past the end are read as the last one.
     tile_row = lane_rows(TILE_ROWS, WARPS)
-    row = first_out + tile_row % TILE_OUT
-    is_row = row < num_out
+    row = tl.minimum(first_out + tile_row % TILE_OUT, num_out - 1)
     row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
-    rows = Rows(codes_ptr + row * ELEMENTS, is_row)
+    WORDS: tl.constexpr = codes_ptr.dtype.element_ty.primitive_bitwidth // 16
+    rows = codes_ptr + row * (ELEMENTS // WORDS)
     matrix = Matrix(codes_ptr, scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr)
-    steps = _load_codes(rows, step, last, DEPTH, ELEMENTS, WARPS)
     sum_row = tl.arange(0, TILE_ROWS)
-    sum_out = first_out + sum_row % TILE_OUT
-    is_sum = sum_out < num_out
+    sum_out = tl.minimum(first_out + sum_row % TILE_OUT, num_out - 1)
     sum_row = sum_out + tl.where(sum_row < TILE_OUT, 0, num_out)
+    number_row = sum_row[None, :, None]
+    steps = ()
     scales = ()
     zeros = ()
-    if SCALING == "step":
-        number_row = sum_row[None, :, None]
-        is_number = is_sum[None, :, None]
-        scales = _load_numbers(
-            scales_ptr, number_row, is_number, step, last, DEPTH, IN, 32 * PER, GROUP,
-            ROWS_PER_SCALE, WARPS,
-        )  # fmt: skip
-        if zeros_ptr is not None:
-            zeros = _load_numbers(
-                zeros_ptr, number_row, is_number, step, last, DEPTH, IN, 32 * PER, GROUP,
+    for at in tl.static_range(DEPTH):
+        loaded = load_codes(rows, step + at, last, ELEMENTS, WARPS)
+        steps += (loaded,)  # type: ignore[assignment]
+        if SCALING == "step":
+            scale = load_numbers(
+                scales_ptr, number_row, step + at, last, IN, 32 * PER, GROUP,
                 ROWS_PER_SCALE, WARPS,
             )  # fmt: skip
+            scales += (scale,)  # type: ignore[assignment]
+            if zeros_ptr is not None:
+                zero = load_numbers(
+                    zeros_ptr, number_row, step + at, last, IN, 32 * PER, GROUP,
+                    ROWS_PER_SCALE, WARPS,
+                )  # fmt: skip
+                zeros += (zero,)  # type: ignore[assignment]
     wait_for_previous(OVERLAP)
 
     if norm_weight_ptr is not None:
@@ -342,63 +403,70 @@ def _linear_codes_kernel(
     ones = tl.full([WARPS, 16, 32], 1.0, DTYPE)
     total = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
     for first in range(0, SPLIT_STEPS, DEPTH):
-        now = step + first
-        later = _load_codes(rows, now + DEPTH, last, DEPTH, ELEMENTS, WARPS)
-        if SCALING == "step":
-            later_scales = _load_numbers(
-                scales_ptr, number_row, is_number, now + DEPTH, last, DEPTH, IN, 32 * PER, GROUP,
-                ROWS_PER_SCALE, WARPS,
-            )  # fmt: skip
-            if zeros_ptr is not None:
-                later_zeros = _load_numbers(
-                    zeros_ptr, number_row, is_number, now + DEPTH, last, DEPTH, IN, 32 * PER,
+        later_steps = ()
+        later_scales = ()
+        later_zeros = ()
+        for at in tl.static_range(DEPTH):
+            now = step + first + at
+            # A branch: else the compiler would load the next codes after all products.
+            if now < last:
+                codes = code_elements(steps[at])
+                xs = load_tokens(tokens, norm_weight_ptr, norm_scale, now, last, PER, IN, WARPS)
+                if SCALING == "values":
+                    line = tl.arange(0, TILE_ROWS * WARPS)[:, None] // 8 % WARPS
+                    element = (now * WARPS + line) * 32 + tl.arange(0, 32)[None, :]
+                    mask = element // 8 * 8 < ELEMENTS
+                    weights = dense_values(
+                        matrix, codes, row, element, mask, CODE, DTYPE, HARDWARE, IN, GROUP,
+                        ROWS_PER_SCALE, True,
+                    )  # fmt: skip
+                else:
+                    weights = widen(codes, CODE, DTYPE, HARDWARE)
+                if SCALING == "step":
+                    y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
+                else:
+                    y = total
+                if SCALING == "step" and CODE == "uint4":
+                    x_sum = tl.zeros([WARPS, 16, TILE_TOKENS], tl.float32)
+                for i in tl.static_range(PER):
+                    x = tl.permute(as_joined_operand(xs[i], TILE_TOKENS, WARPS), (0, 2, 1))
+                    y = tl.dot(as_joined_operand(weights[i], TILE_ROWS, WARPS), x, y)
+                    if SCALING == "step" and CODE == "uint4":
+                        x_sum = tl.dot(ones, x, x_sum)
+                if SCALING == "step":
+                    if CODE == "uint4":
+                        middle = 8.0
+                        if zeros_ptr is not None:
+                            middle -= _signed(zeros[at], zeros_ptr.dtype.element_ty)
+                        if TILE_ROWS > 16:  # all rows of the product with ones are alike
+                            x_sum = tl.max(x_sum, axis=1, keep_dims=True)
+                        y += middle * x_sum
+                    total += as_float(scales[at], scales_ptr.dtype.element_ty) * y
+                else:
+                    total = y
+            loaded = load_codes(rows, now + DEPTH, last, ELEMENTS, WARPS)
+            later_steps += (loaded,)  # type: ignore[assignment]
+            if SCALING == "step":
+                scale = load_numbers(
+                    scales_ptr, number_row, now + DEPTH, last, IN, 32 * PER,
                     GROUP, ROWS_PER_SCALE, WARPS,
                 )  # fmt: skip
-        for at in tl.static_range(DEPTH):
-            xs = _load_tokens(tokens, norm_weight_ptr, norm_scale, now + at, last, PER, IN, WARPS)
-            if SCALING == "values":
-                line = tl.arange(0, TILE_ROWS * WARPS)[:, None] // 8 % WARPS
-                element = ((now + at) * WARPS + line) * 32 + tl.arange(0, 32)[None, :]
-                mask = is_row & (element // 8 * 8 < ELEMENTS) & (now + at < last)
-                weights = dense_values(
-                    matrix, steps[at], row, element, mask, CODE, DTYPE, HARDWARE, IN, GROUP,
-                    ROWS_PER_SCALE, True,
-                )  # fmt: skip
-            else:
-                weights = widen(steps[at], CODE, DTYPE, HARDWARE)
-            if SCALING == "step":
-                y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
-            else:
-                y = total
-            if SCALING == "step" and CODE == "uint4":
-                x_sum = tl.zeros([WARPS, 16, TILE_TOKENS], tl.float32)
-            for i in tl.static_range(PER):
-                x = tl.permute(_as_operand(xs[i], TILE_TOKENS, WARPS), (0, 2, 1))
-                y = tl.dot(_as_operand(weights[i], TILE_ROWS, WARPS), x, y)
-                if SCALING == "step" and CODE == "uint4":
-                    x_sum = tl.dot(ones, x, x_sum)
-            if SCALING == "step":
-                if CODE == "uint4":
-                    zero = 0.0
-                    if zeros_ptr is not None:
-                        zero = zeros[at].to(tl.float32)
-                    if TILE_ROWS > 16:  # all rows of the product with ones are alike
-                        x_sum = tl.max(x_sum, axis=1, keep_dims=True)
-                    y += (8.0 - zero) * x_sum
-                total += scales[at].to(tl.float32) * y
-            else:
-                total = y
-        steps = later
-        if SCALING == "step":
-            scales = later_scales
-            if zeros_ptr is not None:
-                zeros = later_zeros
+                later_scales += (scale,)  # type: ignore[assignment]
+                if zeros_ptr is not None:
+                    zero = load_numbers(
+                        zeros_ptr, number_row, now + DEPTH, last, IN, 32 * PER,
+                        GROUP, ROWS_PER_SCALE, WARPS,
+                    )  # fmt: skip
+                    later_zeros += (zero,)  # type: ignore[assignment]
+        steps = later_steps
+        scales = later_scales
+        zeros = later_zeros
 
     y = sum_of_warps(total, WARPS, TILE_ROWS, TILE_TOKENS)
     if norm_weight_ptr is not None and norm_weight_ptr.dtype.element_ty == tl.bfloat16:
         y *= norm_scale
     if SCALING == "end":
-        scale = tl.load(scales_ptr + sum_row // ROWS_PER_SCALE, mask=is_sum, other=0.0)
+        scale = tl.load(scales_ptr + sum_row // ROWS_PER_SCALE)
         y *= scale.to(tl.float32)[:, None]
     token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
     col = first_out + tl.arange(0, TILE_OUT)[:, None]
@@ -473,8 +541,24 @@ def codes_config(call: LinearCall, weight: QuantizedWeight) -> CodesConfig | Non
     num_rows = weight.shape[0]
     if INTERPRET:
         return CodesConfig.for_interpreter(call.num_tokens, num_rows)
-    num_elements = call.num_in // codes_per_element(weight)
-    return CodesConfig.default_for(call.num_tokens, num_elements, num_rows, is_gated=call.is_gated)
+    per_element = codes_per_element(weight)
+    return CodesConfig.default_for(
+        call.num_tokens,
+        call.num_in // per_element,
+        num_rows,
+        is_gated=call.is_gated,
+        scaling=scaling_of(weight) or "",
+        per_element=per_element,
+        adds_tokens=weight.code == "uint4",
+    )
+
+
+def _matrix_arguments(weight: QuantizedWeight) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors of ``Matrix``, with codes as int32 where rows begin at 4 bytes."""
+    codes = weight.codes.view(torch.int16)
+    if codes.shape[-1] % 2 == 0 and codes.data_ptr() % 4 == 0:
+        codes = codes.view(torch.int32)
+    return (codes, *matrix_arguments(weight)[1:])
 
 
 def multiply_codes(
@@ -492,10 +576,11 @@ def multiply_codes(
         sums,
         *with_strides(call.residual, 1),
         *with_strides(call.x, 1),
-        *matrix_arguments(weight),
+        *_matrix_arguments(weight),
         *(call.bias, call.norm_weight, call.eps),
         num_tokens=call.num_tokens,
         num_out=call.num_out,
+        num_steps=triton.cdiv(call.num_in // codes_per_element(weight), LINE * config.num_warps),
         CODE=weight.code,
         HARDWARE=converts_e4m3(call.x.device),
         IN=call.num_in,

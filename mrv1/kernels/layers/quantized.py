@@ -27,8 +27,9 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
 CodeName = Literal["e4m3", "int8", "int4", "uint4", "e2m1", "q4_k", "q5_k", "q6_k"]
 """What the bits of a code mean."""
 
-Activations = Literal["token", "tensor"]
-"""How a checkpoint quantizes inputs: one scale for each token, or one for all (static)."""
+Activations = Literal["token", "tensor", "group"]
+"""How a checkpoint quantizes inputs: one scale for each token, one for all (static), or one for
+128 inputs of a token."""
 
 MOST_TOKENS = 64
 """Most tokens that are multiplied by codes as they are stored. Not measured."""
@@ -100,7 +101,7 @@ class QuantizedWeight:
     """[in] int32, a permutation: the input of each column of codes. None = 0, 1, 2, ..."""
     activations: Activations | None = None
     """How the checkpoint quantizes inputs to e4m3; None = not at all. Only with e4m3 codes whose
-    scales are those of whole rows."""
+    scales are those of whole rows, or with "group" of 128 inputs."""
     input_scale: torch.Tensor | None = None
     """[1] float32: the static scale of inputs. Only with ``activations`` "tensor"."""
 
@@ -397,16 +398,20 @@ def _check_grid(weight: QuantizedWeight) -> None:
 
 
 def _check_activations(weight: QuantizedWeight) -> None:
-    if weight.activations not in (None, "token", "tensor"):
+    if weight.activations not in (None, "token", "tensor", "group"):
         raise ValueError(
-            f"weight.activations: expected None, 'token' or 'tensor', got {weight.activations!r}"
+            "weight.activations: expected None, 'token', 'tensor' or 'group', "
+            f"got {weight.activations!r}"
         )
+    is_whole = weight.group >= weight.num_in
+    if weight.activations == "group":
+        is_whole = weight.inputs_per_scale in (0, 128)
     if weight.activations is not None and (
-        weight.code != "e4m3" or weight.group < weight.num_in or weight.order is not None
+        weight.code != "e4m3" or not is_whole or weight.order is not None
     ):
         raise ValueError(
-            "weight.activations: expected None but for e4m3 codes with scales of whole rows, in "
-            f"order, got {weight.activations!r}"
+            "weight.activations: expected None but for e4m3 codes with scales of whole rows, or "
+            f"of 128 inputs with 'group', in order, got {weight.activations!r}"
         )
     if (weight.input_scale is not None) != (weight.activations == "tensor"):
         raise ValueError(

@@ -331,13 +331,44 @@ def _load_per_lane(address, KIND: tl.constexpr):
 
 
 @triton.jit
-def _as_float(bits, DTYPE: tl.constexpr):
+def load_bits(ptr, mask):
+    """Load numbers of up to 32 bits as int32; where the mask is false, zeros.
+
+    Of 16 bits or 8, the load itself widens them: code that carries numbers to a later step need
+    not wait for them.
+    """
+    WIDTH: tl.constexpr = ptr.dtype.element_ty.primitive_bitwidth
+    if WIDTH < 32 and not INTERPRETED:
+        bits = _load_wide(ptr, mask, "u8" if WIDTH == 8 else "u16")
+    else:
+        bits = _bits(ptr, mask, False)
+    return bits
+
+
+@triton.jit
+def _load_wide(ptr, mask, KIND: tl.constexpr):
+    """Return int32: what each pointer points to. Not pure, so that it stays in its place."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .pred some;
+        setp.ne.s32 some, $2, 0;
+        mov.b32 $0, 0;
+        @some ld.global.nc.""" + KIND + """ $0, [$1];
+        }""",
+        "=&r,l,r", [ptr.to(tl.int64), mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def as_float(bits, DTYPE: tl.constexpr):
     """Return float32 numbers by their bits in DTYPE; uint8 = exponents of e8m0."""
     if tl.uint8 == DTYPE:
         # 2^-127, of the exponent 0, is subnormal.
         number = tl.where(bits == 0, 0x400000, bits << 23).to(tl.float32, bitcast=True)
     elif tl.float32 == DTYPE:
         number = bits.to(tl.float32, bitcast=True)
+    elif tl.bfloat16 == DTYPE:
+        number = (bits << 16).to(tl.float32, bitcast=True)
     else:
         number = bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
     return number
@@ -387,7 +418,7 @@ def dense_values(
             pair = _bits(head + col % BLOCK_IN // 32, mask, PER_LANE)
             number = _byte(pair, element * PER % 32 // 16)
             number = ((number ^ 128) - 128).to(tl.float32)
-            scale = _as_float(_bits(head + 8, mask, PER_LANE), tl.float16) * number
+            scale = as_float(_bits(head + 8, mask, PER_LANE), tl.float16) * number
             shift = -24.0
         else:
             head = matrix.heads + block * 4
@@ -398,8 +429,8 @@ def dense_values(
             third = _byte(_bits(head + 3, mask, PER_LANE), at % 4)
             number = tl.where(at < 4, first & 63, (third & 15) | ((first >> 2) & 48))
             least = tl.where(at < 4, second & 63, (third >> 4) | ((second >> 2) & 48))
-            scale = _as_float(steps, tl.float16) * number.to(tl.float32)
-            offset = -(_as_float(steps >> 16, tl.float16) * least.to(tl.float32))
+            scale = as_float(steps, tl.float16) * number.to(tl.float32)
+            offset = -(as_float(steps >> 16, tl.float16) * least.to(tl.float32))
             shift = 8.0
     else:
         GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
@@ -408,7 +439,7 @@ def dense_values(
         if IS_EXACT:
             factor = tl.where(bits == 0, 64, bits << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
-            scale = _as_float(bits, matrix.scales.dtype.element_ty)
+            scale = as_float(bits, matrix.scales.dtype.element_ty)
         if matrix.zeros is not None:
             zero = _bits(matrix.zeros + at, mask, PER_LANE)
             if matrix.zeros.dtype.element_ty == tl.int8:
@@ -418,7 +449,7 @@ def dense_values(
             shift = 8.0
         if matrix.mins is not None:
             bits = _bits(matrix.mins + at, mask, PER_LANE)
-            offset = _as_float(bits, matrix.mins.dtype.element_ty)
+            offset = as_float(bits, matrix.mins.dtype.element_ty)
     if CODE == "q5_k":
         word = _bits(matrix.high + row * (IN // 32) + col // 32, mask, PER_LANE)
         high = (word >> (element * PER % 32)) & 15

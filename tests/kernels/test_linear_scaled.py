@@ -1,0 +1,119 @@
+"""Many tokens and e4m3 codes: tokens are quantized, and the library multiplies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mrv1 import kernels
+from mrv1.device import device_info
+from mrv1.kernels import reference
+from mrv1.kernels.layers.linear_scaled import CAPABILITY, quantize_tokens
+from tests.kernels.elementwise import SENTINEL, assert_gaps_untouched, seeds
+from tests.kernels.linear_layers import FEATURES, linear_arguments
+from tests.kernels.quantized_weights import random_weight
+
+pytestmark = [pytest.mark.interp, pytest.mark.gpu]
+
+
+def codes_of(x, scale=None, group=0):
+    """Return what ``quantize_tokens`` does, in torch."""
+    num_tokens, num_in = x.shape
+    group = group or num_in
+    groups = torch.nn.functional.pad(x.float(), (0, -num_in % group)).unflatten(1, (-1, group))
+    if scale is None:
+        scale = groups.abs().amax(2) / 448
+        scale = torch.where(scale == 0, 1.0, scale)
+    scales = scale.expand(num_tokens, groups.shape[1])
+    codes = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, :num_in], scales
+
+
+@given(
+    num_tokens=st.sampled_from([1, 3, 70]),
+    num_in=st.sampled_from([16, 100, 512]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    kind=st.sampled_from(["token", "tensor", "group"]),
+    seed=seeds,
+)
+def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed):
+    if device.type == "cuda" and (device_info(device).capability or (0, 0)) < CAPABILITY:
+        pytest.skip("needs e4m3")
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, num_in + 8, generator=generator) * 3
+    x[0] = 0
+    x[-1, 0] = 300
+    x = x.to(device, dtype)[:, :num_in]
+    scale = torch.full((1,), 0.25, device=device) if kind == "tensor" else None
+    group = 128 if kind == "group" else 0
+    codes, scales = quantize_tokens(x, scale, inputs_per_scale=group)
+    # On a CPU: on a GPU torch multiplies by the reciprocal of 448.
+    want_codes, want_scales = codes_of(x.cpu(), None if scale is None else scale.cpu(), group)
+    assert torch.equal(scales.cpu(), want_scales)
+    assert torch.equal(codes.cpu().view(torch.uint8), want_codes.view(torch.uint8))
+
+
+@pytest.mark.gpu_only
+@given(
+    kind=st.sampled_from(["e4m3_tensor", "e4m3_row"]),
+    num_tokens=st.sampled_from([33, 300]),
+    features=st.sampled_from(FEATURES),
+    is_static=st.booleans(),
+    seed=seeds,
+)
+def test_products_are_those_of_quantized_tokens(
+    device, kind, num_tokens, features, is_static, seed
+):
+    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+        pytest.skip("needs e4m3")
+    arguments = linear_arguments(num_tokens, 512, 128, torch.bfloat16, device, features, seed)
+    num_rows = len(arguments["weight"])
+    weight = random_weight(kind, num_rows, 512, torch.bfloat16, seed=seed, device=device)
+    is_grouped = kind == "e4m3_block"
+    is_static = is_static and not is_grouped
+    scale = torch.full((1,), 0.02, device=device) if is_static else None
+    activations = "group" if is_grouped else "tensor" if is_static else "token"
+    weight = replace(weight, activations=activations, input_scale=scale)
+    got = kernels.linear(**arguments | {"weight": weight})
+    x = arguments["x"]
+    if "norm_weight" in arguments:
+        x = reference.rms_norm(x, arguments["norm_weight"], arguments["eps"])
+    group = 128 if is_grouped else 512
+    codes, scales = codes_of(x, scale, group)
+    wide = {
+        name: value.double() if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+        if name not in ("norm_weight", "out", "normed_out", "out_norm_weight")
+    }
+    wide |= {
+        "x": codes.double() * scales.double().repeat_interleave(group, 1),
+        "weight": replace(weight, dtype=torch.float64, activations=None, input_scale=None).dense(),
+    }
+    want = reference.linear(**wide)
+    error = (got.double() - want).abs()
+    assert float(error.max() / want.abs().max()) < 0.02
+    plain = kernels.linear(**arguments | {"weight": weight}, deterministic=True)
+    assert not torch.equal(got, plain)  # of tokens as they are
+
+
+@pytest.mark.gpu_only
+def test_results_go_where_they_are_wanted(device):
+    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+        pytest.skip("needs e4m3")
+    weight = random_weight("e4m3_row", 96, 512, torch.bfloat16, seed=0, device=device)
+    weight = replace(weight, activations="token")
+    x = torch.randn(100, 512, device=device).bfloat16()
+    want = kernels.linear(x, weight)
+    room = torch.full((100, 128), SENTINEL, dtype=torch.bfloat16, device=device)
+    assert kernels.linear(x, weight, out=room[:, :96]).data_ptr() == room.data_ptr()
+    assert torch.equal(room[:, :96], want)
+    assert_gaps_untouched(room[:, :96])
+    residual = torch.randn(100, 96, device=device).bfloat16()
+    sums = kernels.linear(x, weight, residual=residual)
+    assert torch.equal(sums, want + residual)
+    assert kernels.linear(x, weight, residual=residual, out=residual) is residual
+    assert torch.equal(residual, sums)
