@@ -75,7 +75,7 @@ def test_every_source_file_that_a_page_names_exists(page):
         ("asyncio.md", 1),
         ("integrators.md", 6),
         ("multimodal.md", 2),
-        ("recipes.md", 5),
+        pytest.param("recipes.md", 5, marks=pytest.mark.gpu),
         ("sleep.md", 2),
         ("structured.md", 1),
     ],

@@ -47,6 +47,8 @@ class ChatTemplate:
     tokenizer: Tokenizer
     encode_visuals: VisualsEncoder
     """``VisionEncoder.prompt`` of the model's own encoder, which the first call loads."""
+    check_visuals: Callable[[Sequence[Video]], None] = lambda _: None
+    """Raises a RequestError if the model has no encoder for images and videos."""
     chat_template: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool | str = False
@@ -100,11 +102,16 @@ class ChatTemplate:
         """
         visuals = Visuals([], [])
         checked = checked_messages(messages, visuals)
-        prompt = self._written(
-            self._forms_for(checked).apply(checked),
-            continue_final_message=self.continue_final_message,
-            sanitize_control_tokens=self.sanitize_control_tokens,
-        )
+        try:
+            prompt = self._written(
+                self._forms_for(checked).apply(checked),
+                continue_final_message=self.continue_final_message,
+                sanitize_control_tokens=self.sanitize_control_tokens,
+            )
+        except RequestError:
+            if any(visuals):  # a text model's template fails on parts: the model is the reason
+                self.check_visuals(visuals.videos)
+            raise
         if any(visuals):
             encoded = self.encode_visuals(self.tokenizer.encode(prompt), *visuals)
             prompt.token_ids, prompt.items = encoded["prompt_token_ids"], encoded["multimodal"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from mrv1.config import EngineConfig
 from mrv1.engine.guards import Turns
 from mrv1.errors import ConfigError, RequestError, UnsupportedDeviceError
 from mrv1.multimodal import Video, VisionEncoder
+
+R = TypeVar("R")
 
 
 class ImageEncoder:
@@ -28,14 +30,24 @@ class ImageEncoder:
         """Return a prompt with images, as ``VisionEncoder.prompt`` does."""
 
         def encoded() -> dict[str, Any]:
-            if self._encoder is None:
-                self._encoder = VisionEncoder(
-                    config.model, device=config.vision_device, dtype=config.dtype
-                )
-            return self._encoder.prompt(token_ids, images, videos)
+            return self._loaded(config).prompt(token_ids, images, videos)
 
+        return self._refusing(encoded, videos)
+
+    def load(self, config: EngineConfig, videos: Sequence[Video]) -> None:
+        """Load the encoder; RequestError: the model has none that mrv1 can load."""
+        self._refusing(lambda: self._loaded(config), videos)
+
+    def _loaded(self, config: EngineConfig) -> VisionEncoder:
+        if self._encoder is None:
+            self._encoder = VisionEncoder(
+                config.model, device=config.vision_device, dtype=config.dtype
+            )
+        return self._encoder
+
+    def _refusing(self, call: Callable[[], R], videos: Sequence[Video]) -> R:
         try:
-            return self._turns.take(encoded)
+            return self._turns.take(call)
         except (ConfigError, UnsupportedDeviceError) as error:
             name = "videos" if videos else "images"
             raise RequestError(f"{name}: {error}") from error

@@ -31,7 +31,6 @@ from mrv1.errors import RequestError
 from mrv1.from_vllm import ARGUMENTS, OtherArguments, check_arguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
-from mrv1.multimodal import Video
 from mrv1.options import takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import EachRank, KVListener, KVUsage
@@ -332,12 +331,12 @@ class LLM:
 
     def _template(self, options: ChatOptions) -> ChatTemplate:
         own = translated(options, ARGUMENTS, "an argument of chat", RequestError)
-        return ChatTemplate(tokenizer=self._tokenizer, encode_visuals=self._encode_visuals, **own)
-
-    def _encode_visuals(
-        self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]
-    ) -> dict[str, Any]:
-        return self._images.encode(self.engine.config, token_ids, images, videos)
+        return ChatTemplate(
+            tokenizer=self._tokenizer,
+            encode_visuals=lambda *visuals: self._images.encode(self.engine.config, *visuals),
+            check_visuals=lambda videos: self._images.load(self.engine.config, videos),
+            **own,
+        )
 
     # --- step by step ---------------------------------------------------------------------
 

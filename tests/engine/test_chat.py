@@ -209,6 +209,15 @@ BAD_MESSAGES = [
 ]
 
 
+def test_an_image_for_a_text_model_is_refused_though_its_template_fails_on_parts(llm: LLM):
+    template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    part = {"type": "image_url", "image_url": "x"}
+    with pytest.raises(RequestError, match=r"^images: model: expected a checkpoint with a vision"):
+        llm.chat([{"role": "user", "content": [part]}], chat_template=template)
+    with pytest.raises(RequestError, match=r"^chat_template: "):  # no image: the template's reason
+        llm.chat([{"role": "user", "content": "x"}], chat_template="{{ messages[0].no.no }}")
+
+
 @pytest.mark.parametrize(("messages", "message"), BAD_MESSAGES)
 def test_a_conversation_of_the_wrong_shape_is_one_line(llm: LLM, messages, message: str):
     with pytest.raises(RequestError) as error:
