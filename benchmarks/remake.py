@@ -210,6 +210,7 @@ RECIPES: dict[str, Recipe] = {
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
     "all-reduce": replace(script("all_reduce", 30), gpus=2),
     "products": script("products", 80),
+    "quantized": script("quantized", 150),
     "experts": script("experts", 40),
     "sanitize": script("sanitize", 400),
     "soak": Recipe(

@@ -169,3 +169,33 @@ def experts_table(file: ResultFile) -> str:
         versions(file.result),
         f"clocks {conditions['clocks']}",
     )
+
+
+def quantized_table(file: ResultFile) -> str:
+    """Return the microseconds of a layer's products, by the weights' codes and the tokens."""
+    kinds: dict[str, dict[str, Any]] = {}
+    counts: list[str] = []
+    errors = []
+    for entry in file.result["results"]:
+        if "error" in entry:
+            errors.append(f"{entry['contender']} did not run")
+            continue
+        row = kinds.setdefault(entry["contender"], {"weights": entry["contender"]})
+        counts += [f"{entry['tokens']:,}"]
+        row[counts[-1]] = f"{entry['us']:,.1f} ({entry['share_of_copy_bandwidth']:.0%})"
+    columns = [
+        Column("weights", "weights", TEXT),
+        *(Column(count, count, "{}") for count in dict.fromkeys(counts)),
+    ]
+    conditions = file.result["conditions"]
+    return with_conditions(
+        markdown(columns, [*kinds.values()]),
+        file,
+        "microseconds of the four products of an 8B layer, by tokens; in brackets the share of "
+        f"the copy bandwidth that their codes and scales come to; {file.result['dtype']}, one "
+        f"{file.device}",
+        f"medians of {conditions['repeats']} samples, {conditions['timer']}; {conditions['data']}",
+        *errors,
+        versions(file.result),
+        f"clocks {conditions['clocks']}",
+    )

@@ -38,6 +38,7 @@ from benchmarks.report.kernels import (
     experts_table,
     kernel_table,
     products_table,
+    quantized_table,
     sampler_table,
 )
 from benchmarks.report.longest import longest_runs
@@ -67,6 +68,7 @@ SECTIONS: dict[str, dict[tuple[str, int | None], Table]] = {
     "A decode step": {("runner", 1): runner_table, ("timeline", 1): timeline_table},
     "Attention": {("attention", 2): kernel_table},
     "Products of a layer": {("products", 1): products_table},
+    "Products with quantized weights": {("quantized", 1): quantized_table},
     "Experts of a layer": {("experts", 1): experts_table},
     "KV cache write": {("kv_cache_write", 2): kernel_table},
     "Sampler": {("sample_tokens", 1): sampler_table},

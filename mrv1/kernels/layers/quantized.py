@@ -32,7 +32,9 @@ Activations = Literal["token", "tensor", "group"]
 128 inputs of a token."""
 
 MOST_TOKENS = 64
-"""Most tokens that are multiplied by codes as they are stored. Not measured."""
+"""Most tokens that are multiplied by codes as they are stored. The four products of an 8B layer
+take 188 us with e4m3 codes and 198 us with int4 at 64 tokens on an H100; widened first, 395 and
+368 us at 65."""
 SUPER_BLOCK = 256
 """Inputs of a super-block: they share one head."""
 
