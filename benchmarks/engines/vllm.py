@@ -49,7 +49,7 @@ WORKER = {
 MADE_UP = "mrv1_dummy"
 """How vLLM's own models get the weights that mrv1 makes up: mrv1's plug-in registers it."""
 OURS = "mrv1"
-"""The mode that is not vLLM: mrv1's own engine."""
+"""How the modes that are not vLLM begin: mrv1's own engine."""
 MODES: dict[str, dict[str, Any]] = {
     "vllm": {},
     "vllm-fp8": {"kv_cache_dtype": "fp8"},
@@ -58,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "worker": WORKER,
     "worker-fp8": WORKER | {"kv_cache_dtype": "fp8_per_token_head"},
     OURS: {},
+    f"{OURS}-deterministic": {"deterministic": True},
 }
 """Mode -> the engine's options that differ from its defaults."""
 
@@ -165,7 +166,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
         ChildError: the device is not there, or the checkpoint could not be written.
     """
     version = version_of("vllm")
-    if version is None and set(bench.modes) != {OURS}:
+    if version is None and not all(name.startswith(OURS) for name in bench.modes):
         raise ConfigError(
             "vllm: expected the package vllm to be installed, got none; pip install -e '.[vllm]'"
         )
@@ -243,8 +244,9 @@ def _job(
     bench: VLLMBench, mode: str, config: ModelConfig, checkpoint: Path, machine: Machine
 ) -> Job:
     options = {"model": str(checkpoint), "dtype": machine.dtype_name, **bench.engine_options()}
-    options |= {"device": bench.device} if mode == OURS else bench.vllm_options()
-    if bench.load_format == "dummy" and mode != OURS and "worker_cls" not in MODES[mode]:
+    is_ours = mode.startswith(OURS)
+    options |= {"device": bench.device} if is_ours else bench.vllm_options()
+    if bench.load_format == "dummy" and not is_ours and "worker_cls" not in MODES[mode]:
         options |= {"load_format": MADE_UP}  # vLLM's model, with the same weights
     runs = range(bench.repeats + 1)
     return Job(
@@ -298,7 +300,7 @@ def _measure(
     def end(error: str) -> None:
         mode.error = error
 
-    measure = measure_core if name == OURS else measure_engine
+    measure = measure_core if name.startswith(OURS) else measure_engine
     with process(name, measure, job, end, say) as events:
         mode.starts_s.append(next(events))
         say(f"{name}: started in {mode.starts_s[-1]:.1f} s")

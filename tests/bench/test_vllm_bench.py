@@ -266,10 +266,9 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return
         (job,) = arguments
         options = {name: job.engine[name] for name in all_options if name in job.engine}
-        of_vllm = {name: value for name, value in vllm.MODES.items() if name != "mrv1"}
-        (mode,) = [name for name, value in of_vllm.items() if value == options]
-        if function is vllm.measure_core:
-            mode = "mrv1"
+        is_ours = function is vllm.measure_core
+        names = [name for name in vllm.MODES if name.startswith("mrv1") == is_ours]
+        (mode,) = [name for name in names if vllm.MODES[name] == options]
         fake["jobs"][mode] = job
         fake["order"].append(mode)
         for event in fake[mode]:
