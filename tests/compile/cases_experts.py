@@ -7,6 +7,7 @@ import torch
 from mrv1.kernels._base.arithmetic import next_power_of_2
 from mrv1.kernels.experts.add_experts import SumConfig, _add_experts_kernel
 from mrv1.kernels.experts.combine_experts import _combine_kernel
+from mrv1.kernels.experts.expert_codes import ExpertCodesConfig, _few_codes_kernel
 from mrv1.kernels.experts.expert_linear import (
     LARGE_SHARED_MEMORY,
     ExpertConfig,
@@ -51,6 +52,10 @@ def cases(target: Target) -> list[AotCase]:
           for pairs in (4, 256, 2048, 65_536) for is_gated in (True, False)),
         _products(target, "gpt-oss-20b", torch.bfloat16, 2048, is_gated=False, leaves=8,
                   code="e2m1"),
+        *(_few_codes(target, shape, dtype, pairs, code, is_gated=is_gated)
+          for shape, code in (("gpt-oss-20b", "e2m1"), ("qwen3-30b", "e4m3"))
+          for dtype in (torch.float16, torch.bfloat16)
+          for pairs in (4, 32, 256) for is_gated in (True, False) if target.capability),
         *(_products(target, "gpt-oss-20b", dtype, 32, is_gated=True)
           for dtype in DTYPES),
         *(_products(target, "qwen3-30b", dtype, pairs, is_gated=True, code="e4m3")
@@ -191,6 +196,46 @@ def _products(
         args=(*data, INT32, pairs, num_out, *more),
         constexprs=common | {"BY_PAIR": pairs < experts, "LANES": max(16, next_power_of_2(pairs))},
         num_warps=config.num_warps,
+    )
+
+
+def _few_codes(
+    target: Target, name: str, dtype: torch.dtype, pairs: int, code: str, *, is_gated: bool
+) -> AotCase:
+    hidden, width, experts, chosen = (SHAPES | CLAMPED)[name]
+    num_in, num_out = (hidden, width) if is_gated else (width, hidden)
+    config = ExpertCodesConfig.default_for(pairs, experts)
+    is_clamped = name in CLAMPED
+    scales = pointer(torch.uint8) if code == "e2m1" else FLOAT32
+    gate = CLAMPED_SWIGLU.value if is_clamped else 1
+    added = (pointer(dtype), 2 * num_out, 1, 2) if is_clamped else (None,) * 4
+    added += (1.702, 7.0) if is_clamped and is_gated else (None, None)
+    return AotCase(
+        name=f"few-codes-{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}",
+        kernel=_few_codes_kernel,
+        args=(
+            *(pointer(dtype), pointer(dtype), num_in, INT32, scales),
+            *(None, None, None, None, INT32, pairs, num_out, 100, *added),
+        ),
+        constexprs={
+            "BY_PAIR": pairs < experts,
+            "PAIRS_PER_ROW": chosen if is_gated else 1,
+            "IN": num_in,
+            "CODE": code,
+            "HARDWARE": target.capability is not None and target.capability >= (8, 9),
+            "GROUP": GROUPS[code][1],
+            "ROWS_PER_SCALE": GROUPS[code][0],
+            "GATED": gate if is_gated else 0,
+            "TILE_PAIRS": config.tile_pairs,
+            "TILE_ROWS": config.tile_rows,
+            "WARPS": config.num_warps,
+            "DEPTH": config.depth,
+            "LANES": max(16, next_power_of_2(pairs)),
+            "OVERLAP": target.has_dependent_launch,
+        },
+        num_warps=config.num_warps,
+        num_stages=1,
+        parked_bytes=PARKED_BYTES,
     )
 
 

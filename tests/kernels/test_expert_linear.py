@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.device import INTERPRET
 from mrv1.kernels import ClampedSwiGLU, QuantizedWeight, reference
+from mrv1.kernels.experts.expert_codes import ExpertCodesConfig
+from mrv1.kernels.experts.expert_linear import choose_kernel
 from tests.kernels.elementwise import (
     DTYPES,
     assert_in_budget,
@@ -250,7 +252,8 @@ def with_numbers(
     x: torch.Tensor, dense: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, activation
 ) -> torch.Tensor:
     """Return the result in float64, one pair after the other."""
-    out = torch.full((ids.numel(), 128), math.nan, dtype=torch.float64, device=x.device)
+    num_out = dense.shape[1] // (1 if activation is None else 2)
+    out = torch.full((ids.numel(), num_out), math.nan, dtype=torch.float64, device=x.device)
     for pair, expert in enumerate(ids.flatten().tolist()):
         if expert < 0:
             continue
@@ -321,6 +324,36 @@ def test_steps_of_codes_leave_the_weights_of_running_products_alone(device, kind
         x = normal((num_tokens, 96), torch.bfloat16, device, seed)
         want = (rows @ x.double().repeat_interleave(2, 0)[:, :, None])[..., 0]
         assert_in_budget(kernels.expert_linear(x, weight, ids), want.bfloat16(), want)
+
+
+@given(
+    kind=st.sampled_from(["mxfp4", "e4m3_row", "uint4_zeros", "q8_0"]),
+    num_tokens=st.sampled_from([1, 5]),
+    num_out=st.sampled_from([8, 24]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16]),
+    activation=st.sampled_from(ACTIVATIONS),
+    as_on_gpu=st.booleans(),
+    seed=seeds,
+)
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_few_pairs_of_codes_in_several_steps(
+    device, kind, num_tokens, num_out, dtype, activation, as_on_gpu, seed
+):
+    """Of 576 inputs: the last step of a program has fewer than the others."""
+    is_gated = activation is not None
+    num_rows = 2 * num_out if is_gated else num_out
+    weight = random_experts(kind, 3, num_rows, 576, dtype, seed=seed, device=device)
+    ids = routed("some padding", num_tokens, 2, 3, seed).to(device)
+    x = normal((num_tokens, 576), dtype, device, seed)
+    bias = normal((3, 2, num_out) if is_gated else (3, num_out), dtype, device, seed)
+    with tiles("expert_linear", as_on_gpu=as_on_gpu):
+        config, *_ = choose_kernel(ids.numel(), weight, is_gated=is_gated, deterministic=False)
+        assert isinstance(config, ExpertCodesConfig) == (torch.version.hip is None)
+        found = kernels.expert_linear(x, weight, ids, bias=bias, activation=activation)
+    oracle = reference.expert_linear(x, weight, ids, bias=bias, activation=activation)
+    want = with_numbers(x, weight.dense(), ids, bias, activation)
+    has_expert = ids.flatten() >= 0
+    assert_in_budget(found[has_expert], oracle[has_expert], want[has_expert])
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "e4m3_block", None])

@@ -15,6 +15,9 @@ as those of ``linear`` are. Here the sums of the leaves stay apart: a leaf's sum
 of a token comes first, and then the tree over the leaves, of which each rank has a part. Shared
 experts are one MLP, whose neighbouring inputs a rank has: a leaf of these is a leaf of the MLP.
 
+Codes are widened where they are multiplied: a tile's in registers before each product, those of
+few pairs as ``expert_codes`` does.
+
 Weights are the left operand of the tensor cores, as in ``linear_tiles``: it needs 64 rows on
 Hopper, and the pairs of one expert are few.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -36,6 +40,11 @@ from mrv1.kernels.experts.contracts import (
     ClampedSwiGLU,
     ExpertActivation,
     check_expert_linear,
+)
+from mrv1.kernels.experts.expert_codes import (
+    ExpertCodesConfig,
+    codes_config,
+    multiply_few_codes,
 )
 from mrv1.kernels.experts.sort_pairs import sort_pairs
 from mrv1.kernels.layers.contracts import GATES
@@ -473,7 +482,7 @@ def choose_kernel(
     is_gated: bool,
     deterministic: bool,
     leaves: int = 1,
-) -> tuple[ExpertConfig, bool, int]:
+) -> tuple[ExpertConfig | ExpertCodesConfig, bool, int]:
     """Return the configuration of a product, and BY_PAIR and LANES of few pairs.
 
     With more pairs, no choice comes back once left.
@@ -482,6 +491,10 @@ def choose_kernel(
     if is_gated and isinstance(weight, QuantizedWeight):
         num_out //= 2
     num_in = cdiv(num_in, leaves)
+    if not deterministic and num_pairs <= (64 if INTERPRET else FEW_PAIRS):
+        few = codes_config(weight, num_pairs, as_interpreted=INTERPRET)
+        if few is not None:
+            return few, num_pairs < num_experts, 0
     if INTERPRET:
         config = ExpertConfig.for_interpreter(
             num_pairs, num_in, num_out, is_gated=is_gated, deterministic=deterministic
@@ -570,36 +583,44 @@ def expert_linear(
     config, by_pair, lanes = choose_kernel(
         num_pairs, weight, is_gated=is_gated, deterministic=deterministic, leaves=leaves or 1
     )
-    row_tiles = cdiv(num_out, config.tile_rows // (2 if is_gated else 1))
-    common = {
-        "PAIRS_PER_ROW": num_pairs // x.shape[0],
-        "IN": num_in,
-        "GATED": _gate(activation),
-        "TILE_PAIRS": config.tile_pairs,
-        "TILE_ROWS": config.tile_rows,
-        "TILE_IN": config.tile_in,
-        "NUM_STAGES": config.num_stages,
-        "PAIRS_FIRST": config.pairs_first,
-        **_code_options(weight),
-        "num_warps": config.num_warps,
-        **overlap_options(x.device),
-    }
     numbers: tuple[float | None, ...] = (None, None)
     if isinstance(activation, ClampedSwiGLU):
         numbers = activation.alpha, activation.limit
+    strides: tuple[int | None, ...] = (None, None, None)
+    if bias is not None:
+        strides = bias.stride(0), bias.stride(1) if is_gated else 0, bias.stride(-1)
+    common: dict[str, Any] = {
+        "PAIRS_PER_ROW": num_pairs // x.shape[0],
+        "IN": num_in,
+        "GATED": _gate(activation),
+        **_code_options(weight),
+        **overlap_options(x.device),
+    }
+    others: list[torch.Tensor | None] = [None] * 5
     if isinstance(weight, QuantizedWeight):
         codes, *others = matrix_arguments(weight)
         given = (out, *with_strides(x, 1), codes, 0, 0, 0)
     else:
-        others = [None] * 5
         stride_half = weight.stride(1) if is_gated else 0
         given = (
             *(out, *with_strides(x, 1)),
             *(weight, weight.stride(0), stride_half, weight.stride(-2)),
         )
-    strides: tuple[int | None, ...] = (None, None, None)
-    if bias is not None:
-        strides = bias.stride(0), bias.stride(1) if is_gated else 0, bias.stride(-1)
+    if isinstance(config, ExpertCodesConfig):
+        multiply_few_codes(
+            config, given[:4], (*others, topk_ids, num_pairs, num_out), (bias, *strides, *numbers),
+            by_pair=by_pair, num_experts=num_experts, options=common,
+        )  # fmt: skip
+        return out
+    common |= {
+        "TILE_PAIRS": config.tile_pairs,
+        "TILE_ROWS": config.tile_rows,
+        "TILE_IN": config.tile_in,
+        "NUM_STAGES": config.num_stages,
+        "PAIRS_FIRST": config.pairs_first,
+        "num_warps": config.num_warps,
+    }
+    row_tiles = cdiv(num_out, config.tile_rows // (2 if is_gated else 1))
     more = (bias, *strides, *numbers, *others)
     if not config.is_sorted:
         _few_pairs_kernel[(num_pairs if by_pair else num_experts, row_tiles)](
