@@ -48,13 +48,17 @@ VLLMS := 0.26.0 0.33.0
 VLLM_FOLDERS := $(VLLMS:%=$(VENV)/vllm-%)
 VLLM_LANES := $(VLLMS:%=full-vllm-%)
 RAY := $(VENV)/ray
-# The oldest that vLLM 0.33 takes, and the newest, which is the lock's: test-host has run that one.
+# The oldest that vLLM 0.33 takes, and the newest, which is the lock's: full-host runs that one.
 # What is not as constraints.txt has it, beside it.
 TRANSFORMERS := 5.16.1 5.24.0
 TRANSFORMERS_LANES := full-transformers-$(firstword $(TRANSFORMERS))
 BESIDE_5.16.1 := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+# Where its models, settings, tokenizers and templates are read and compared. Other tests of the
+# engine compare tokens with a model of transformers, whichever version: these say it is the same.
 TRANSFORMERS_FILES := $(shell grep -rlE '^ *(import|from) transformers|\<CACHE\>|import fp8_logits' \
-	tests --include='test_*.py' --exclude-dir=vllm)
+	tests/models tests/multimodal --include='test_*.py') tests/test_structured.py \
+	$(patsubst %,tests/engine/test_%.py,chat chat_templates detokenizer generation_config llm \
+	quantized_weights tokenizer update_weights)
 # Lanes of one process, the longest first, and a command that runs lanes side by side and prints
 # the output of each at its end.
 SINGLE := $(VLLM_LANES) types full-ray docs hooks full-extras
