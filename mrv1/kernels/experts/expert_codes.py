@@ -225,6 +225,7 @@ def multiply_few_codes(
     added: tuple[Any, ...],
     *,
     by_pair: bool,
+    lanes: int,
     num_experts: int,
     options: dict[str, Any],
 ) -> None:
@@ -246,7 +247,7 @@ def multiply_few_codes(
         TILE_ROWS=config.tile_rows,
         WARPS=config.num_warps,
         DEPTH=config.depth,
-        LANES=max(16, next_power_of_2(num_pairs)),
+        LANES=lanes,
         num_warps=config.num_warps,
         num_stages=1,  # the loop loads ahead by itself, into registers
         **options,

@@ -494,7 +494,7 @@ def choose_kernel(
     if not deterministic and num_pairs <= (64 if INTERPRET else FEW_PAIRS):
         few = codes_config(weight, num_pairs, as_interpreted=INTERPRET)
         if few is not None:
-            return few, num_pairs < num_experts, 0
+            return few, num_pairs < num_experts, max(16, next_power_of_2(num_pairs))
     if INTERPRET:
         config = ExpertConfig.for_interpreter(
             num_pairs, num_in, num_out, is_gated=is_gated, deterministic=deterministic
@@ -609,7 +609,7 @@ def expert_linear(
     if isinstance(config, ExpertCodesConfig):
         multiply_few_codes(
             config, given[:4], (*others, topk_ids, num_pairs, num_out), (bias, *strides, *numbers),
-            by_pair=by_pair, num_experts=num_experts, options=common,
+            by_pair=by_pair, lanes=lanes, num_experts=num_experts, options=common,
         )  # fmt: skip
         return out
     common |= {
