@@ -294,24 +294,25 @@ def early_arrivals(ptx: str) -> int:
 
 
 def early_reuses(ptx: str) -> int:
-    """Return the number of loops that go on while a wgmma still reads registers.
+    """Return the number of loops that never wait for all wgmma, though some read registers.
 
     Triton 3.6 to 3.9 leave the products of a step running whose left operand it has computed. The
     registers are free for it then, and the next step overwrites them.
     """
-    loops, in_group, running = 0, False, list[bool]()
-    labels = set()
-    for line in ptx.splitlines():
+    loops, reads, waited = 0, -1, -1  # lines of a product that reads registers, of a wait for all
+    labels, running = dict[str, int](), list[int]()
+    for number, line in enumerate(ptx.splitlines()):
         if label := re.match(r"(\$L_\w+):", line):
-            labels.add(label[1])
+            labels[label[1]] = number
         elif "wgmma.mma_async" in line:
-            in_group |= re.search(r"\}, *\{", line) is not None  # two groups of registers
+            reads = number if re.search(r"\}, *\{", line) else reads  # of the sum, of an operand
         elif "wgmma.commit_group" in line:
-            running, in_group = [*running, in_group], False
+            running, reads = [*running, reads], -1
         elif wait := re.search(r"wgmma\.wait_group\.sync\.aligned\s+(\d+)", line):
             running = running[max(0, len(running) - int(wait[1])) :]
-        elif (branch := re.search(r"\bbra(?:\.uni)?\s+(\$L_\w+)", line)) and branch[1] in labels:
-            loops += any(running)
+            waited = waited if running else number
+        elif branch := re.search(r"\bbra(?:\.uni)?\s+(\$L_\w+)", line):
+            loops += max(running, default=-1) > labels.get(branch[1], number) > waited
     return loops
 
 

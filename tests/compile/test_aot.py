@@ -236,6 +236,10 @@ def test_registers_of_products_that_run_on_into_the_next_step_are_found(
     )
     assert aot.early_reuses("\n".join(["$L__BB0_3:", *step])) == early
     assert aot.early_reuses("\n".join([*step, "$L__BB0_3:"])) == 0  # no loop
+    waits_for_memory = [*step[:-1], "$L__BB0_3:", step[-1]]
+    assert aot.early_reuses("\n".join(waits_for_memory)) == 0  # has no product of its own
+    waits = ["$L__BB0_3:", "\twgmma.wait_group.sync.aligned 0;", *step]
+    assert aot.early_reuses("\n".join(waits)) == 0  # at the start of the next step
 
 
 def test_amd_targets_have_no_compute_capability():
