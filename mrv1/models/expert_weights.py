@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -81,12 +82,28 @@ def _block(layer: int, family: ExpertFamily) -> str:
     return f"model.layers.{layer}.{family.block}"
 
 
+def _has_others(experts: ExpertsConfig) -> bool:
+    """Return whether a layer has shared experts, or others for images."""
+    return experts.routing.num_shared > 0 or experts.visual_size is not None
+
+
 def _format(config: ModelConfig, layer: int, stack: str) -> ModuleFormat | None:
-    """Return how a stack of a layer's experts is stored; None = in full precision."""
+    """Return how a stack of a layer's experts is stored; None = in full precision.
+
+    Experts that are modules of their own are all stored as the first one; those beside shared
+    experts, or others for images, are not codes.
+    """
     experts, family = _experts_of(config)
-    if config.quantization is None or not experts.is_stacked:
+    if config.quantization is None or (_has_others(experts) and not experts.is_stacked):
         return None
-    return config.quantization.module(f"{_block(layer, family)}.experts.{stack}")
+    module = stack if experts.is_stacked else f"0.{_parts(family)[stack][0]}"
+    return config.quantization.module(f"{_block(layer, family)}.experts.{module}")
+
+
+def _parts(family: ExpertFamily) -> dict[str, tuple[str, ...]]:
+    """Return the modules of an expert that are together in each stack."""
+    gate, up, last = family.parts
+    return {GATE_UP: (gate, up), DOWN: (last,)}
 
 
 def empty_experts(
@@ -104,12 +121,12 @@ def empty_experts(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def stack(form: ModuleFormat, rows: int, num_in: int) -> QuantizedWeight:
+    def stack(form: ModuleFormat, rows: int, num_in: int, shared: int = 1) -> QuantizedWeight:
         weight = form.empty(
-            [num_experts * rows], num_in, rows_per_scale=1, dtype=dtype, device=device
+            [num_experts * rows], num_in, rows_per_scale=shared, dtype=dtype, device=device
         )
         parts: dict[str, Any] = {
-            name: each.unflatten(0, (num_experts, rows)) for name, each in weight.tensors.items()
+            name: each.unflatten(0, (num_experts, -1)) for name, each in weight.tensors.items()
         }
         return replace(weight, **parts)
 
@@ -122,12 +139,19 @@ def empty_experts(
             visual=visual,
         )
 
+    gate_up_form, down_form = (_format(config, layer, name) for name in (GATE_UP, DOWN))
     if not experts.is_stacked:
         visual = None
         if experts.visual_size is not None:
             visual = values(routing.num_experts, experts.visual_size)
-        return values(num_experts, width, visual)
-    gate_up_form, down_form = (_format(config, layer, name) for name in (GATE_UP, DOWN))
+        weights = values(num_experts, width, visual)
+        if gate_up_form is not None:  # rows of two modules share no scale
+            shared = gcd(gate_up_form.rows, width)
+            weights = replace(weights, gate_up=stack(gate_up_form, 2 * width, hidden, shared))
+        if down_form is not None:
+            shared = gcd(down_form.rows, hidden)
+            weights = replace(weights, down=stack(down_form, hidden, width, shared))
+        return weights
     gate_up: torch.Tensor | QuantizedWeight
     if gate_up_form is not None:
         gate_up = stack(gate_up_form, 2 * width, hidden)
@@ -164,14 +188,16 @@ def expert_tensors(
         tensors[f"{block}.{router}"] = each.router
         if each.router_bias is not None:
             tensors[f"{block}.{bias}"] = each.router_bias
-        gate_up, down = each.values
+        gate_up, down = each.gate_up, each.down
         for expert in range(num_routed):
             name = f"{block}.experts.{first + expert}"
-            tensors[f"{name}.{gate}.weight"] = gate_up[0, expert]
-            tensors[f"{name}.{up}.weight"] = gate_up[1, expert]
-            tensors[f"{name}.{last}.weight"] = down[:, expert]
-    gate_up, down = experts.values
+            if isinstance(gate_up, torch.Tensor):
+                tensors[f"{name}.{gate}.weight"] = gate_up[0, expert]
+                tensors[f"{name}.{up}.weight"] = gate_up[1, expert]
+            if isinstance(down, torch.Tensor):
+                tensors[f"{name}.{last}.weight"] = down[:, expert]
     if experts.num_shared:
+        gate_up, down = experts.values
         name = f"{block}.shared_experts"
         tensors[f"{name}.{gate}.weight"] = gate_up[0, num_routed:].flatten(0, 1)
         tensors[f"{name}.{up}.weight"] = gate_up[1, num_routed:].flatten(0, 1)
@@ -209,15 +235,17 @@ def quantized_experts(
     whole: ModelConfig,
     parallel: ParallelContext,
 ) -> Iterator[tuple[ModuleFormat, ModulePart, QuantizedWeight]]:
-    """Yield each quantized stack of a layer: its format, a rank's part of each expert, and it.
+    """Yield each quantized module of a layer's experts: its format, a rank's part, its weight.
 
-    A part has the rows of a stored stack, with gates and ups in turns; the weight has first gates.
+    A stored stack is a module: a part has its rows, with gates and ups in turns, of each expert;
+    the weight has first gates. Else each expert has modules of its own.
     """
     own, family = _experts_of(config)
     of_whole, hidden = _experts_of(whole)[0].intermediate_size, config.hidden_size
     width = own.intermediate_size
+    block, num_gated = _block(layer, family), 2 if own.is_stacked else 1
     shapes = {
-        GATE_UP: ((2 * of_whole, hidden), (2 * width, hidden)),
+        GATE_UP: ((num_gated * of_whole, hidden), (num_gated * width, hidden)),
         DOWN: ((hidden, of_whole), (hidden, width)),
     }
     for name, weight in ((GATE_UP, experts.gate_up), (DOWN, experts.down)):
@@ -226,8 +254,18 @@ def quantized_experts(
             continue
         shape, part = shapes[name]
         rows, inputs = parallel.part(shape, part)
-        module = f"{_block(layer, family)}.experts.{name}"
-        yield form, ModulePart(name=module, shape=shape, rows=rows, inputs=inputs), weight
+        if own.is_stacked:
+            module = f"{block}.experts.{name}"
+            yield form, ModulePart(name=module, shape=shape, rows=rows, inputs=inputs), weight
+            continue
+        flat: dict[str, Any] = {key: each.flatten(0, 1) for key, each in weight.tensors.items()}
+        all_rows, first = replace(weight, **flat), 0
+        for expert in range(len(experts.router)):
+            for last in _parts(family)[name]:
+                module = f"{block}.experts.{expert}.{last}"
+                own_part = ModulePart(name=module, shape=shape, rows=rows, inputs=inputs)
+                yield form, own_part, all_rows.rows(first, first + part[0])
+                first += part[0]
 
 
 def full_precision_modules(config: ModelConfig, layer: int) -> list[str]:
@@ -236,7 +274,24 @@ def full_precision_modules(config: ModelConfig, layer: int) -> list[str]:
     block = _block(layer, family)
     names = [f"{block}.{family.router}"]
     if not experts.is_stacked:
-        names.append(f"{block}.experts.0.{family.parts[0]}")
+        if _has_others(experts):
+            names.append(f"{block}.experts.0.{family.parts[0]}")
     elif config.quantization is not None and not config.quantization.needs_stacks:
         names += [f"{block}.experts.{name}" for name in (GATE_UP, DOWN)]
     return names
+
+
+def mixed_experts(config: ModelConfig, layer: int) -> list[str]:
+    """Return modules of a layer's experts that are not stored as those of the first expert."""
+    experts, family = _experts_of(config)
+    quantization = config.quantization
+    if quantization is None or experts.is_stacked or _has_others(experts):
+        return []
+    return [
+        name
+        for stack, parts in _parts(family).items()
+        for expert in range(experts.routing.num_experts)
+        for part in parts
+        if quantization.module(name := f"{_block(layer, family)}.experts.{expert}.{part}")
+        != _format(config, layer, stack)
+    ]

@@ -17,6 +17,7 @@ from mrv1.models.expert_weights import (
     empty_experts,
     expert_tensors,
     full_precision_modules,
+    mixed_experts,
     quantized_experts,
 )
 from mrv1.models.files import raise_problems
@@ -458,9 +459,16 @@ def _check_quantized_modules(config: ModelConfig) -> None:
     else:
         fused = (f"model.layers.0.{name}" for name in architecture.fused)
         kinds |= dict.fromkeys(fused, "Linear")
+    mixed = [
+        f"{name}: expected what the layer's first expert is stored as, got another format"
+        for index in range(config.num_layers)
+        if config.has_experts(index)
+        for name in mixed_experts(config, index)
+    ]
     raise_problems(
         where,
-        [
+        mixed
+        + [
             f"{name}: expected full precision (embedding, head, routers, experts, and what is "
             f"several modules in one), got a module that {quantization.method} quantizes; "
             f"{advice}"
