@@ -9,7 +9,7 @@ import torch
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
-from mrv1.kernels.layers.linear_codes import LINE, CodesConfig, _linear_codes_kernel
+from mrv1.kernels.layers.linear_codes import LINE, ROOMY, CodesConfig, _linear_codes_kernel
 from mrv1.kernels.layers.linear_scaled import (
     BLOCK,
     CAPABILITY,
@@ -158,6 +158,7 @@ def _linear(
         scaling=kind.scaling,
         per_element=kind.per_element,
         adds_tokens=kind.code == "uint4",
+        has_room=target.capability in ROOMY,
     )
     data, has_norm = pointer(dtype), "norm" in fused and num_tokens == 1
     prefetches = target.has_dependent_launch and config.splits == 1

@@ -211,7 +211,7 @@ def test_configurations(num_elements, num_rows, scaling, per_element):
     for num_tokens in (1, 8, 9, 16, 17, 64):
         config = CodesConfig.default_for(
             num_tokens, num_elements, num_rows, is_gated=False, scaling=scaling,
-            per_element=per_element, adds_tokens=False,
+            per_element=per_element, adds_tokens=False, has_room=True,
         )  # fmt: skip
         steps = -(-num_elements // (32 * config.num_warps))
         assert 1 <= config.splits <= 8

@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import torch
 
+from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
@@ -51,6 +52,8 @@ NUM_PROGRAMS = 264
 """Most programs of a launch that splits inputs: two for each multiprocessor of an H100."""
 MOST_TILES = 144
 """Tiles of rows that are few: about one for each multiprocessor."""
+ROOMY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0), (12, 0))
+"""Compute capabilities on which 64 rows of 4-bit codes and 16 tokens fit registers."""
 MOST_NORMED = 8192
 """Most inputs of a token that a program norms by itself."""
 
@@ -82,13 +85,15 @@ class CodesConfig:
         scaling: str,
         per_element: int,
         adds_tokens: bool,
+        has_room: bool,
     ) -> CodesConfig:
         """Return the configuration for a GPU; ``num_elements`` are 16-bit elements of a row.
 
         ``scaling`` is where scales are applied, ``per_element`` the codes in 16 bits,
-        ``adds_tokens`` whether zero points need sums of tokens. Measured on an H100 in bfloat16
-        with the products of an 8B layer, each alone in a graph, weights rotated (int4 in groups of
-        128, e4m3 with a scale for each row or block):
+        ``adds_tokens`` whether zero points need sums of tokens, ``has_room`` whether the GPU is
+        one of ``ROOMY``. Measured on an H100 in bfloat16 with the products of an 8B layer, each
+        alone in a graph, weights rotated (int4 in groups of 128, e4m3 with a scale for each row or
+        block):
 
         - Eight warps with two steps each have enough bytes under way: 11 us for 6,144 rows of
           4,096 e4m3 codes, where four warps take 13 to 15 us.
@@ -107,9 +112,9 @@ class CodesConfig:
             tile_rows = tile_rows if scaling != "values" else 32
         elif scaling == "values":
             tile_rows, num_warps, depth = 16, 8, 2
-        elif adds_tokens and not is_small:  # 64 rows would not fit registers
+        elif per_element == 4 and not is_small and (adds_tokens or not has_room):
             tile_rows, num_warps, depth = 32, 8, 2
-        elif has_many and per_element == 4 and num_tokens == 1:  # nor with a norm
+        elif has_many and per_element == 4 and num_tokens == 1:  # may be normed
             tile_rows, num_warps, depth = 16, 8, 2
         elif has_many:
             tile_rows, num_warps, depth = 64, 4, 2 if per_element == 4 and is_small else 1
@@ -550,6 +555,7 @@ def codes_config(call: LinearCall, weight: QuantizedWeight) -> CodesConfig | Non
         scaling=scaling_of(weight) or "",
         per_element=per_element,
         adds_tokens=weight.code == "uint4",
+        has_room=device_info(call.x.device).capability in ROOMY,
     )
 
 
