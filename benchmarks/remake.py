@@ -138,6 +138,20 @@ RECIPES: dict[str, Recipe] = {
         "--shape llama3-8b --cells 32x8192 --repeats 1 --modes vllm,backend-fp8,vllm-fp8",
         400, "vllm",
     ),
+    "vllm-ernie-21b": bench(
+        "vllm",
+        "--shape ernie-21b-a3b --load-format dummy --modes vllm,mrv1 --output-tokens 128 "
+        "--cells 1x128,8x128,32x128,256x128 --repeats 5 --gpu-memory-utilization 0.88 "
+        "--kv-cache-memory-bytes 6600000000",
+        190, "vllm",
+    ),
+    "vllm-qwen3-30b": bench(
+        "vllm",
+        "--shape qwen3-30b-a3b --load-format dummy --modes vllm,mrv1 --output-tokens 128 "
+        "--cells 1x128,8x128,32x128,256x128,16x4000 --repeats 5 --gpu-memory-utilization 0.88 "
+        "--kv-cache-memory-bytes 6600000000",
+        220, "vllm",
+    ),
     # several GPUs
     **{f"ranks-8b-{gpus}": ranks("llama3-8b", TOGETHER, gpus, 220) for gpus in (2, 4)},
     **{f"ranks-70b-{gpus}": ranks("llama3-70b", BY_TURNS, gpus, 300) for gpus in (2, 4)},
@@ -254,6 +268,17 @@ RECIPES: dict[str, Recipe] = {
         "--kv-cache-memory-bytes 9000000000",
         120,
     ),
+    **{
+        f"headwise-ernie-discrete-{name}": bench(
+            "headwise",
+            "--shape ernie-21b-a3b --variants masked,kept,discrete --context 33280 "
+            f"--prompt-tokens 32768 --output-tokens 512 --num-requests 1 --max-num-seqs 1 "
+            f"--streaming-ratio {ratio} --window 4096 --sink 0 --repeats 5 "
+            "--kv-cache-memory-bytes 5000000000",
+            90,
+        )
+        for name, ratio in (("half", 0.5), ("quarter", 0.25))
+    },
     "headwise-0.6b-recycled-half": bench(
         "headwise",
         f"--shape qwen3-0.6b {POLICY} {RECYCLED} --num-requests 24 --max-num-seqs 24 "
