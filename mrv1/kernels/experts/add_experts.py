@@ -236,12 +236,13 @@ def add_experts(
         x, weight, topk_ids, topk_weights, bias,
         deterministic=deterministic, leaves=leaves, num_shared=num_shared,
     )  # fmt: skip
+    if leaves is None:  # else the sum has another dtype
+        check_sum(topk_weights, num_out, x.dtype, x.device, residual, out, norm_weight, normed_out)
     config = None
     is_alone = topk_ids.shape[0] == 1 and not deterministic
     if is_alone and bias is None and norm_weight is None:
         config = choose_sum(x, num_pairs, num_out)
     if config is not None and isinstance(weight, torch.Tensor):
-        check_sum(topk_weights, num_out, x.dtype, x.device, residual, out, norm_weight, normed_out)
         check_launchable("x", x)
         if out is None:
             out = x.new_empty(1, num_out)
