@@ -141,11 +141,10 @@ def rank_devices(device: str, size: int) -> list[torch.device]:
     return [resolve_device(f"cuda:{rank}") for rank in range(size)]
 
 
-def check_peers(devices: Sequence[torch.device]) -> None:
-    """Raise unless kernels of ranks on these GPUs can wait for each other's writes.
+def reach_each_other(devices: Sequence[torch.device]) -> bool:
+    """Return whether each of these GPUs of ranks reads and writes the memory of all (peer access).
 
     Raises:
-        ConfigError: some GPU cannot read and write the memory of another.
         UnsupportedDeviceError: they are AMD's, where Triton drops ``volatile`` from loads, so that
             a kernel that waits for a word may find the old one in a cache for ever.
     """
@@ -154,17 +153,12 @@ def check_peers(devices: Sequence[torch.device]) -> None:
             f"tensor_parallel_size: expected 1 on AMD GPUs, got {len(devices)}: no kernel can "
             "wait there for what another GPU writes"
         )
-    if not all(
+    return all(
         torch.cuda.can_device_access_peer(one, other)
         for one in devices
         for other in devices
         if one != other
-    ):
-        raise ConfigError(
-            f"tensor_parallel_size: expected {len(devices)} GPUs that can read and write each "
-            "other's memory (peer access), got some that cannot; choose others with "
-            "CUDA_VISIBLE_DEVICES"
-        )
+    )
 
 
 def resolve_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -26,7 +26,7 @@ def cases(target: Target) -> list[AotCase]:
         _rms_norm(target, torch.bfloat16, 4096, second=True),
         *(_gated(target, dtype, "silu_and_mul") for dtype in DTYPES),
         *(_gated(target, dtype, "gelu_tanh_and_mul") for dtype in DTYPES),
-        *(_sums_over_ranks(target) if target.backend == "cuda" else ()),  # see ``check_peers``
+        *(_sums_over_ranks(target) if target.backend == "cuda" else ()),  # no AMD
     ]
 
 

@@ -32,7 +32,7 @@ def cases(target: Target) -> list[AotCase]:
 
 
 def numbers_of_ranks(target: Target) -> tuple[int, ...]:
-    """Return some numbers of several ranks; none on AMD, where ``check_peers`` refuses them."""
+    """Return some numbers of several ranks; none on AMD, where ranks are refused."""
     return (2, 8) if target.backend == "cuda" else ()
 
 

@@ -89,7 +89,11 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_engine(
 ):
     """Kernels of rank 0 wait for it, and give up."""
     monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 2.0)
-    llm = overlapped if number == signal.SIGKILL else alternating
+    check_failure(overlapped if number == signal.SIGKILL else alternating, number)
+
+
+def check_failure(llm: LLM, number: signal.Signals) -> None:
+    """Check that a signal to rank 1 within a step ends the engine, and every wait."""
     (member,) = llm.engine.runner._ranks._members
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
     next(stream)
@@ -105,6 +109,18 @@ def test_a_rank_that_is_killed_or_stopped_ends_the_engine(
     with pytest.raises(StepError, match="make a new engine"):
         llm.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
     torch.cuda.synchronize()  # nothing waits any more
+
+
+def test_gpus_that_do_not_reach_each_other_give_the_tokens_of_one(monkeypatch, caplog):
+    """By NCCL alone, which also ends when a rank does."""
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    with make_llm(1) as one, make_llm(2) as several:
+        assert several.engine.runner.describe().endswith("2 ranks over NCCL")
+        assert "(peer access): NCCL adds up and gathers" in caplog.text
+        assert tokens(several, 0) == tokens(one, 0)
+        assert several.engine.runner.num_graph_steps > 0.9 * several.metrics()["num_steps"]
+        monkeypatch.setattr(processes, "TIMEOUT_SECONDS", 2.0)
+        check_failure(several, signal.SIGKILL)
 
 
 def test_an_engine_after_one_that_failed_works():

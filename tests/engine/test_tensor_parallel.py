@@ -184,11 +184,13 @@ def test_what_several_ranks_cannot_do_is_refused_before_they_start(checkpoint, o
         LLM(str(checkpoint), **given_options)
 
 
-def test_gpus_that_do_not_reach_each_other_are_refused(checkpoint, monkeypatch):
+def test_gpus_that_do_not_reach_each_other_have_nccl_alone(monkeypatch):
     gpus = [torch.device("cuda", rank) for rank in range(2)]
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one.index == 0)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: expected 2 GPUs .*peer access"):
-        links.Links(0, gpus, None, meet=print, timeout=1.0)
+    assert not device.reach_each_other(gpus)
+    made = links.Links(0, gpus, None, has_peers=False, meet=print, timeout=1.0)
+    assert made.context.peers is None
+    assert made.describe() == "NCCL"
 
 
 def test_several_ranks_on_amd_are_refused(monkeypatch):
@@ -197,7 +199,7 @@ def test_several_ranks_on_amd_are_refused(monkeypatch):
     with pytest.raises(
         UnsupportedDeviceError, match=r"^tensor_parallel_size: expected 1 on AMD GPUs, got 2: "
     ):
-        links.Links(0, gpus, None, meet=print, timeout=1.0)
+        device.reach_each_other(gpus)
 
 
 def test_ranks_need_a_gpu_each(checkpoint, monkeypatch):
@@ -244,8 +246,8 @@ def state_of(pid: int) -> str:
 
 def rank_start(memory: int, config: object) -> RankStart:
     return RankStart(
-        rank=1, config=config, head_policy=None, has_processors=False, port=0, memory=memory,
-        num_threads=1, timeout=1.0,
+        rank=1, config=config, head_policy=None, has_peers=False, has_processors=False, port=0,
+        memory=memory, num_threads=1, timeout=1.0,
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from vllm.distributed import GroupCoordinator, get_tp_group
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from mrv1.device import check_peers
+from mrv1.device import reach_each_other
+from mrv1.errors import ConfigError
 from mrv1.kernels._base.peers import PeerMemory
 from mrv1.models import ParallelContext
 from mrv1.runner import AsyncOutput
@@ -56,11 +57,19 @@ def parallel_context(device: torch.device) -> ParallelContext:
 
 
 def _peers(group: GroupCoordinator, device: torch.device) -> PeerMemory | None:
-    """Return the memory that the group's GPUs share, None on a CPU; raises as ``check_peers``."""
+    """Return the memory that the group's GPUs share, None on a CPU.
+
+    ConfigError: some GPU does not reach another. UnsupportedDeviceError: as ``reach_each_other``.
+    """
     if device.type == "cpu":
         return None
     visible = current_platform.logical_device_id_to_visible_device_id
-    check_peers([torch.device("cuda", visible(rank)) for rank in group.ranks])
+    if not reach_each_other([torch.device("cuda", visible(rank)) for rank in group.ranks]):
+        raise ConfigError(
+            f"tensor_parallel_size: expected {group.world_size} GPUs that can read and write each "
+            "other's memory (peer access), got some that cannot; choose others with "
+            "CUDA_VISIBLE_DEVICES"
+        )
     store = torch.distributed.distributed_c10d._get_process_group_store(group.device_group)
     _SymmetricMemory.set_group_info(
         group.device_group.group_name,

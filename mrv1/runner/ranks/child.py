@@ -70,6 +70,7 @@ def serve(connection: Connection, start: RankStart) -> None:
         start.rank,
         devices,
         open_store(start.port, size),
+        has_peers=start.has_peers,
         meet=lambda: connection.send(None),
         timeout=start.timeout,
     )

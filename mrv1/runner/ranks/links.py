@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrv1.device import check_peers
 from mrv1.forks import keep_for_ever
 from mrv1.kernels._base.peers import PeerError
 from mrv1.models import ParallelContext
@@ -43,11 +42,9 @@ class Links:
         rank: this rank.
         devices: the device of each rank.
         store: by which the ranks find each other.
+        has_peers: whether they share memory: GPUs that all reach each other's.
         meet: called before each call that all ranks have to make; raises if one has failed.
         timeout: seconds within which the other ranks have to answer.
-
-    Raises:
-        ConfigError, UnsupportedDeviceError: as ``check_peers``.
     """
 
     def __init__(
@@ -56,6 +53,7 @@ class Links:
         devices: Sequence[torch.device],
         store: TCPStore,
         *,
+        has_peers: bool,
         meet: Callable[[], None],
         timeout: float,
     ) -> None:
@@ -64,13 +62,13 @@ class Links:
         self._meet = meet
         self.group: Gloo | Nccl
         self.memory: SymmetricMemory | None = None
-        """None = the ranks are on a CPU, and have the collectives alone."""
+        """None = the ranks have the collectives alone."""
         if device.type == "cpu":
             self.group = Gloo(rank, size, timeout)
         else:
-            check_peers(devices)
             self.group = nccl = Nccl(rank, size, timeout, device)
-            self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
+            if has_peers:
+                self.memory = SymmetricMemory(_Connected(nccl, rank, size, self.connect), device)
         self.context = ParallelContext(
             rank=rank,
             size=size,

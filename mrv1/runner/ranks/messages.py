@@ -26,6 +26,8 @@ class RankStart:
     config: EngineConfig
     """With the checkpoint's directory."""
     head_policy: HeadPolicy | None
+    has_peers: bool
+    """Whether the ranks share memory of their GPUs."""
     has_processors: bool
     """Whether rank 0 has custom logits processors, and draws."""
     port: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 
 from mrv1.config import EngineConfig
+from mrv1.device import reach_each_other
 from mrv1.environment import child_environment, module_paths
 from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
 from mrv1.forks import tell_of_forks
@@ -35,6 +37,8 @@ from mrv1.runner.ranks.mailbox import BY_CONNECTION, Mailbox, mailbox_words
 from mrv1.runner.ranks.messages import CALL_SECONDS, Answer, Asked, RankFailure, RankStart
 from mrv1.runner.ranks.shared_memory import SharedMemory
 from mrv1.runner.ranks.watch import Watch
+
+logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 60.0
 """Longest wait of a rank for the other ranks within a step; one that takes longer hangs."""
@@ -170,6 +174,8 @@ class Ranks:
 
     ``config`` has the checkpoint's directory, ``devices`` the device of each rank;
     ``has_processors`` says whether this rank has custom logits processors.
+
+    UnsupportedDeviceError: as ``reach_each_other``.
     """
 
     def __init__(
@@ -180,9 +186,22 @@ class Ranks:
         *,
         has_processors: bool,
     ) -> None:
-        size = len(devices)
+        size, on_gpus = len(devices), devices[0].type == "cuda"
+        has_peers = on_gpus and reach_each_other(devices)
+        if on_gpus and not has_peers:
+            logger.warning(
+                "tensor_parallel_size: some of these %d GPUs cannot read and write each other's "
+                "memory (peer access): NCCL adds up and gathers, which takes longer", size
+            )  # fmt: skip
         store = open_store(0, size)
-        self.links = Links(0, devices, store, meet=self.await_ready, timeout=TIMEOUT_SECONDS)
+        self.links = Links(
+            0,
+            devices,
+            store,
+            has_peers=has_peers,
+            meet=self.await_ready,
+            timeout=TIMEOUT_SECONDS,
+        )
         self.memory = SharedMemory(os.memfd_create("mrv1-ranks"), devices[0])
         """Where this rank writes uploads for the kernels of all."""
         self._mailbox = Mailbox(self.memory.zeros(mailbox_words(size)))
@@ -199,6 +218,7 @@ class Ranks:
                 rank=rank,
                 config=config,
                 head_policy=head_policy,
+                has_peers=has_peers,
                 has_processors=has_processors,
                 port=store.port,
                 memory=self.memory.fd,
