@@ -59,7 +59,7 @@ def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed)
 
 @pytest.mark.gpu_only
 @given(
-    kind=st.sampled_from(["e4m3_tensor", "e4m3_row"]),
+    kind=st.sampled_from(["e4m3_tensor", "e4m3_row", "e4m3_block"]),
     num_tokens=st.sampled_from([33, 300]),
     features=st.sampled_from(FEATURES),
     is_static=st.booleans(),

@@ -30,6 +30,8 @@ BLOCKS_CAPABILITY = (9, 0)
 """The one for which the library has products of blocks."""
 BLOCK = 128
 """Rows and inputs of a block."""
+BLOCK_TOKENS = 4
+"""The number of tokens has to be a multiple of it for products of blocks."""
 ALIGNED = 16
 """Inputs and outputs have to be multiples of it, for the library."""
 
@@ -73,9 +75,15 @@ def tokens_config(num_in: int, inputs_per_scale: int) -> tuple[int, int, int]:
 
 
 def quantize_tokens(
-    x: torch.Tensor, scale: torch.Tensor | None = None, *, inputs_per_scale: int = 0
+    x: torch.Tensor,
+    scale: torch.Tensor | None = None,
+    *,
+    inputs_per_scale: int = 0,
+    multiple_of: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the e4m3 codes of x, ``[tokens, in]``, and float32 scales, ``[tokens, groups]``.
+
+    The number of tokens is rounded up to ``multiple_of``; the last ones are undefined then.
 
     ``scale`` is ``[1]`` float32, of all tokens; None = of each group of a token (0 = all its
     inputs) the one by which its largest element becomes 448. Codes are rounded to nearest, and
@@ -84,10 +92,11 @@ def quantize_tokens(
     num_tokens, num_in = x.shape
     tile_groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
     num_groups = triton.cdiv(num_in, group)
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(num_groups, num_tokens, device=x.device)
+    num_rows = triton.cdiv(num_tokens, multiple_of) * multiple_of
+    codes = torch.empty(num_rows, num_in, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_groups, num_rows, device=x.device)
     _quantize_tokens_kernel[(num_tokens,)](
-        *(codes, scales, num_tokens, x, x.stride(0), scale, num_tokens),
+        *(codes, scales, num_rows, x, x.stride(0), scale, num_tokens),
         IN=num_in,
         GROUPS=tile_groups,
         GROUP=group,
@@ -121,7 +130,10 @@ def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:
     """Return the product with its bias, ``[tokens, rows]`` in x's dtype."""
     is_grouped = weight.activations == "group"
     codes, scales = quantize_tokens(
-        call.x, weight.input_scale, inputs_per_scale=BLOCK if is_grouped else 0
+        call.x,
+        weight.input_scale,
+        inputs_per_scale=BLOCK if is_grouped else 0,
+        multiple_of=BLOCK_TOKENS if is_grouped else 1,
     )
     num_rows = weight.shape[0]
     of_rows = weight.tensors["scales"].to(torch.float32)
@@ -130,5 +142,5 @@ def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:
     product = torch._scaled_mm(
         codes, weight.codes.T, scale_a=scales, scale_b=of_rows.T,
         bias=None if is_grouped else call.bias, out_dtype=call.x.dtype, use_fast_accum=False,
-    )  # fmt: skip
+    )[: call.num_tokens]  # fmt: skip
     return product.add_(call.bias) if is_grouped and call.bias is not None else product

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import Activations, QuantizedWeight
 from mrv1.models.places import Place
 from mrv1.models.quantization.formats import (
     EXPONENT_DTYPES,
@@ -126,7 +126,14 @@ def read_fp8(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> FP8:
         rows=rows,
         inputs=inputs,
         scale_dtype=scale_dtype,
-        activations=None if inputs else "token",
+        activations=_activations(inputs, scheme),
         is_static=scheme == "static",
     )
     return FP8(form=form, skipped=skipped or ("lm_head",), prefix=prefix)
+
+
+def _activations(inputs: int, scheme: str) -> Activations | None:
+    """Return how inputs are quantized where so many share a scale of the weight; 0 = all."""
+    if not inputs:
+        return "token"
+    return "group" if (inputs, scheme) == (128, "dynamic") else None
