@@ -295,7 +295,7 @@ def _quantized(device: torch.device) -> Iterator[QuantizedWeight]:
     yield new(code="q6_k", codes=codes[:, :256].contiguous(), high=codes[:, 256:384].contiguous(),
               heads=heads)  # fmt: skip
     e4m3 = (codes & 119).view(torch.float8_e4m3fn)
-    yield new(code="e4m3", codes=e4m3, scales=scales[:, :1].contiguous())
+    yield new(code="e4m3", codes=e4m3, scales=scales[:, :1] / 16)
 
 
 def _dequantize(ops: ModuleType, device: torch.device) -> Outputs:
