@@ -90,6 +90,14 @@ RECIPES: dict[str, Recipe] = {
     # whole engines
     "generate": bench("generate", "--shape qwen3-0.6b", 40),
     "llama3-8b-generate": bench("generate", "--shape llama3-8b --batch 1 --batch 64", 70),
+    "llama3-8b-fp8-generate": bench(
+        "generate", "--shape llama3-8b --quantization fp8 --output-tokens 128", 75
+    ),
+    "llama3-8b-int4-generate": bench(
+        "generate",
+        "--shape llama3-8b --quantization int4 --batch 1 --batch 8 --batch 32 --output-tokens 128",
+        60,
+    ),
     "runner": bench("runner", "--shape qwen3-0.6b", 40),
     "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
     "timeline": script("timeline", 30),
@@ -224,7 +232,13 @@ RECIPES: dict[str, Recipe] = {
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
     "all-reduce": replace(script("all_reduce", 30), gpus=2),
     "products": script("products", 80),
-    "quantized": script("quantized", 150),
+    "quantized": Recipe(
+        (
+            "benchmarks.quantized", OUTPUT, "--tokens", "1,4,8,16,32,64,256,2048,8192",
+            "--commit", COMMIT,
+        ),
+        60,
+    ),
     "experts": script("experts", 40),
     "sanitize": script("sanitize", 400),
     "soak": Recipe(
