@@ -10,16 +10,19 @@ import torch
 from examples import grpo_rollouts
 
 
-def test_the_engine_follows_the_trainer_and_passes_give_the_same_bits(capsys, monkeypatch):
+@pytest.mark.gpu
+def test_the_engine_follows_the_trainer_and_passes_give_the_same_bits(capsys, monkeypatch, device):
     monkeypatch.setattr(grpo_rollouts, "PROMPTS", ("ROMEO:",))
-    means = grpo_rollouts.train(steps=2, group=2, max_tokens=5, learning_rate=1e-2, device="cpu")
+    means = grpo_rollouts.train(
+        steps=2, group=2, max_tokens=5, learning_rate=1e-3, device=device.type
+    )
     assert len(means) == 2
     assert all(0 <= mean <= 1 for mean in means)
     lines = capsys.readouterr().out.splitlines()
     # The second step's ratios are near 1 because the engine has the weights of the first.
     farthest = [float(re.search(r"differ by (.*)$", line)[1]) for line in lines]
     assert len(farthest) == 2
-    assert max(farthest) < 1e-3
+    assert max(farthest) < (0.3 if device.type == "cuda" else 1e-3)  # bfloat16 there
 
 
 def test_a_better_answer_becomes_likelier():

@@ -35,6 +35,7 @@ VLLM_MODES = {
     "vllm": "vLLM alone",
     "vllm-fp8": "vLLM alone, fp8 cache",
     "mrv1": "mrv1 alone",
+    "mrv1-deterministic": "mrv1 alone, deterministic",
 }
 """The modes of ``bench vllm``, in the order of a picture's bars."""
 
