@@ -73,10 +73,13 @@ def _rms_norm_kernel(
     normed = x * scale[:, None]
     if weight.dtype != tl.float32:
         normed = normed.to(dtype).to(tl.float32)
-    normed *= weight.to(tl.float32)
     if onto_ptr is not None:
         onto = tl.load(onto_ptr + token * stride_onto_token + col, mask=in_row, other=0.0)
+        # A plain product becomes one of 16 bits, which is fused with the sum and not rounded.
+        normed = tl.fma(normed, weight.to(tl.float32), tl.zeros(normed.shape, tl.float32))
         normed = onto.to(tl.float32) + normed.to(dtype).to(tl.float32)
+    else:
+        normed *= weight.to(tl.float32)
     out_offset = token * stride_out_token + head * stride_out_head + col
     tl.store(out_ptr + out_offset, normed.to(dtype), mask=in_row)
 
