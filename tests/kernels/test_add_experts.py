@@ -136,12 +136,16 @@ def test_codes_and_biases_are_added(device, kind):
         ({"leaves": 2}, ValueError, "leaves: expected None"),
     ],
 )
-def test_wrong_arguments_are_named(op, change, error, message):
+def test_wrong_arguments_are_named(device, op, change, error, message):
     arguments = {
         "x": torch.ones(2, 8),
         "weight": torch.ones(3, 4, 8),
         "topk_ids": torch.zeros(1, 2, dtype=torch.int32),
         "topk_weights": torch.ones(1, 2),
     } | change
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
     with pytest.raises(error, match=message):
         op(**arguments)
