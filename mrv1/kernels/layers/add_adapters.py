@@ -15,12 +15,7 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lora import Adapters
-from mrv1.kernels.layers.lora_values import (
-    LoraPointers,
-    adapter_values,
-    load_ranks,
-    lora_arguments,
-)
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, lora_arguments
 
 SPLITS = (1, 2, 4, 8, 16)
 """Into how many parts ``shrink_adapters`` may cut its inputs."""
@@ -74,14 +69,14 @@ def _add_adapters_kernel(
     token = tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
     is_token, is_row = token < num_tokens, row < LORA_ROWS
-    lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
     wait_for_previous(OVERLAP)
-    tokens = load_ranks(lora, token, is_token, LORA_PARTS)
+    lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
     added = adapter_values(
-        lora, tokens, token, row, -1, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+        lora, token, is_token, row, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
         SECOND_PART, THIRD_PART,
     )  # fmt: skip
-    inside = is_token & is_row & (tokens.slot >= 0)  # another token's result stays as it is
+    slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
+    inside = is_token & is_row & (slot >= 0)  # another token's result stays as it is
     out_ptr += token * stride_out_token + row
     y = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32) + added
     tl.store(out_ptr, y.to(out_ptr.dtype.element_ty), mask=inside)

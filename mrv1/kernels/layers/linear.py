@@ -130,9 +130,7 @@ def linear(
             leaves are added as leaves are.
         adapters: low-rank adapters of the weight, and which of them each token uses: their
             ``scaling * B @ A @ rms_norm(x)`` is added to the product, before ``bias``. With an
-            activation they have one part, or one for gates and one for ups. Read before earlier
-            launches have ended, as ``weight``: the launch that writes ``slots`` must have ended
-            before the last launch began.
+            activation they have one part, or one for gates and one for ups.
 
     Raises:
         TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
@@ -169,12 +167,12 @@ def linear(
         return out
     is_vector = x.shape[0] == 1 and not deterministic
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    norms_itself = is_vector and _norms_itself(x, quantized)
+    norms_itself = is_vector and adapters is None and _norms_itself(x, quantized)
     if norm_weight is not None and not norms_itself:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     shrunk = None
     if adapters is not None:
-        shrunk = shrink_adapters(x, adapters, norm_weight=norm_weight, eps=eps, keep_splits=True)
+        shrunk = shrink_adapters(x, adapters, keep_splits=True)
     if quantized is not None and quantized.order is not None:
         x = x.index_select(1, quantized.order)
     call = LinearCall(

@@ -31,7 +31,7 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lanes import lane_rows, sum_of_warps
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, load_ranks
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.quantized import MOST_TOKENS, QuantizedWeight
 from mrv1.kernels.layers.silu import gated
@@ -482,21 +482,20 @@ def _linear_codes_kernel(
         tl.store(sums_ptr + rows_of_sums * num_out + col, y, mask=inside)
     else:
         lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        if b_ptr is not None:
-            lora_tokens = load_ranks(lora, token, token < num_tokens, LORA_PARTS)
+        is_token = token < num_tokens
         if GATED:
             y, up = tl.split(tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0)))
             if b_ptr is not None:
                 up += adapter_values(
-                    lora, lora_tokens, token, LORA_ROWS // 2 + col, LORA_PARTS - 1, LORA_ROWS,
-                    LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+                    lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS, MAX_RANK,
+                    LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
                 )  # fmt: skip
             if bias_ptr is not None:
                 up += tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0).to(tl.float32)
         if b_ptr is not None:
             y += adapter_values(
-                lora, lora_tokens, token, col, 0 if GATED else -1, LORA_ROWS, LORA_PARTS,
-                MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+                lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
+                LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
             )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)

@@ -29,7 +29,7 @@ from mrv1.kernels.layers.lanes import (
 )
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, load_ranks
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -259,9 +259,6 @@ def _linear_registers_kernel(
             return
         token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
         is_token = token < num_tokens
-        if b_ptr is not None and sums_ptr is None:
-            lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-            lora_tokens = load_ranks(lora, token, is_token, LORA_PARTS)
         for tile in tl.static_range(ROW_TILES):
             y = tl.zeros([WARPS, TILE_ROWS, TILE_TOKENS], tl.float32)
             for step in tl.static_range(NUM_STEPS):
@@ -280,23 +277,23 @@ def _linear_registers_kernel(
             if sums_ptr is not None:
                 tl.store(sums_ptr + (split * num_tokens + token) * num_out + col, y, mask=inside)
             else:
+                lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
                 if GATED:
                     y, up = tl.split(
                         tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0))
                     )
                     if b_ptr is not None:
                         up += adapter_values(
-                            lora, lora_tokens, token, LORA_ROWS // 2 + col, LORA_PARTS - 1,
-                            LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART,
-                            THIRD_PART,
+                            lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS,
+                            MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
                         )  # fmt: skip
                     if bias_ptr is not None:
                         up_bias = tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0)
                         up += up_bias.to(tl.float32)
                 if b_ptr is not None:
                     y += adapter_values(
-                        lora, lora_tokens, token, col, 0 if GATED else -1, LORA_ROWS, LORA_PARTS,
-                        MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+                        lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
+                        LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
                     )  # fmt: skip
                 if bias_ptr is not None:
                     y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)

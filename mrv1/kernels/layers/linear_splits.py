@@ -8,14 +8,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
-from mrv1.kernels.layers.lora_values import (
-    OF_ROW,
-    LoraPointers,
-    add_row,
-    load_row,
-    part_of,
-    ranks_at_once,
-)
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
 
 TILE_OUT = 512
@@ -73,28 +66,17 @@ def _add_splits_kernel(
         bias = tl.load(bias_ptr + col, mask=inside, other=0.0)
     if norm_weight_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + col, mask=inside, other=0.0)
-    if b_ptr is not None:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        part = part_of(col, SECOND_PART, THIRD_PART)
-        has_rank = (slot >= 0) & (col < LORA_ROWS)
-        rank = tl.load(ranks_ptr + slot * LORA_PARTS + part, mask=has_rank, other=0)
-        columns = load_row(lora, slot, rank, col, 0, LORA_ROWS, MAX_RANK, AT_ONCE)
     wait_for_previous(OVERLAP)
     split_stride = num_tokens.to(tl.int64) * num_out
     y = sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
     if b_ptr is not None:
-        added = tl.zeros([TILE_OUT], tl.float32)
-        added = add_row(
-            added, lora, columns, token, rank, part, 0, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE
-        )
-        for first in range(AT_ONCE, MAX_RANK, AT_ONCE):
-            columns = load_row(lora, slot, rank, col, first, LORA_ROWS, MAX_RANK, AT_ONCE)
-            added = add_row(
-                added, lora, columns, token, rank, part, first, LORA_PARTS, MAX_RANK, LORA_SPLITS,
-                AT_ONCE,
-            )  # fmt: skip
-        y += added
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+        tokens = token + tl.arange(0, 1)[:, None]
+        added = adapter_values(
+            lora, tokens, tokens >= 0, col[None, :], LORA_ROWS, LORA_PARTS,
+            MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+        )  # fmt: skip
+        y += tl.reshape(added, [TILE_OUT])
     if bias_ptr is not None:
         y += bias.to(tl.float32)
     if residual_ptr is not None:
@@ -118,9 +100,6 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
     """Compute the results from ``sums``, [splits, num_tokens, num_out] float32, contiguous."""
     has_norm = call.normed_out is not None
     tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
-    lora = call.lora_arguments(tile_out, sum_warps(tile_out))
-    if lora:
-        lora["AT_ONCE"] = ranks_at_once(lora["MAX_RANK"], tile_out, sum_warps(tile_out), **OF_ROW)
     _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](
         *with_strides(call.out, 1),
         *with_strides(call.normed_out, 1),
@@ -132,7 +111,7 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
         TILE_OUT=tile_out,
         num_warps=sum_warps(tile_out),
         **overlap_options(call.x.device),
-        **lora,
+        **call.lora_arguments(tile_out, sum_warps(tile_out)),
     )
 
 

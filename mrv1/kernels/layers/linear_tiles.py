@@ -22,7 +22,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, load_ranks
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -384,14 +384,11 @@ def _linear_tile_kernel(
     row += tl.where(tile_row < TILE_OUT, 0, num_out)  # the second half of a gated tile is ups
     rows = Rows(weight_ptr + row * IN, is_row)
     weights = _load_early(rows, first_in, first_end, EARLY_STEPS, TILE_IN)
-    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
-    is_token = token < num_tokens
-    if b_ptr is not None and sums_ptr is None:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        lora_tokens = load_ranks(lora, token, is_token, LORA_PARTS)
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
+    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
     tokens = Rows(x_ptr + token * stride_x_token, is_token)
     early = _Early(weights, _load_early(tokens, first_in, first_end, EARLY_STEPS, TILE_IN))
     y = _sum_parts(
@@ -405,21 +402,22 @@ def _linear_tile_kernel(
         sums_ptr += (split * num_tokens + token) * num_out + col
         tl.store(sums_ptr, y, mask=inside)
     else:
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
         if GATED:
             halves = tl.permute(tl.reshape(y, [TILE_TOKENS, 2, TILE_OUT]), (0, 2, 1))
             y, up_y = tl.split(halves)
             if b_ptr is not None:
                 up_y += adapter_values(
-                    lora, lora_tokens, token, LORA_ROWS // 2 + col, LORA_PARTS - 1, LORA_ROWS,
-                    LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+                    lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS, MAX_RANK,
+                    LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
                 )  # fmt: skip
             if bias_ptr is not None:
                 up_bias = tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0)
                 up_y += up_bias.to(tl.float32)
         if b_ptr is not None:
             y += adapter_values(
-                lora, lora_tokens, token, col, 0 if GATED else -1, LORA_ROWS, LORA_PARTS,
-                MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
+                lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
+                LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
             )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)

@@ -12,12 +12,11 @@ from mrv1.kernels.layers.lora import Adapters
 
 MOST_AT_ONCE = 8
 """Most ranks whose loads start before a program waits for any of them."""
-OF_ROW = {"most": 16, "most_values": 128}
-"""The same, where B of one token is loaded before the kernel waits for the previous one."""
 MOST_OF_VECTOR = 32
 """Most ranks that the kernel of one token loads at once, one for each lane of a warp."""
 VALUES_AT_ONCE = 32
-"""Most values of B that a thread loads before it waits, if it has one result at least."""
+"""Most values of B that a thread loads before it waits, if it has one result at least: with twice
+as many, ptxas spills registers of the largest tiles of ``linear`` (sm_90, triton 3.7.1)."""
 
 
 class LoraPointers(NamedTuple):
@@ -55,30 +54,13 @@ def sum_of_parts(x, COUNT: tl.constexpr):
     return tl.reshape(x, [M, N])
 
 
-class TokenRanks(NamedTuple):
-    """The adapters of a tile's tokens: no earlier launch that may still run writes them."""
-
-    slot: tl.tensor  # [tokens] int64 in the tile's layout, such as [tokens, 1]; -1 = none
-    ranks: tuple[Any, ...]  # of each part, like slot
-
-
-@triton.jit
-def load_ranks(lora, token, is_token, PARTS: tl.constexpr):
-    """Return the adapters of a tile's tokens, such as [tokens, 1]."""
-    slot = tl.load(lora.slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
-    ranks = ()
-    for part in tl.static_range(PARTS):
-        rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
-        ranks += (rank,)  # type: ignore[assignment]
-    return TokenRanks(slot, ranks)
-
-
 @triton.jit
 def _part_values(
-    lora, token, slot, rank, row, is_row, part, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    lora, token, slot, row, is_row, part, ROWS: tl.constexpr, PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Return what adapters add at rows of one part; a row that is not one has no meaning."""
+    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
     first_value = (token.to(tl.int64) * PARTS + part) * MAX_RANK
     shrunk_ptr = lora.shrunk_ptr + first_value * SPLITS
     shrunk_ptr = tl.expand_dims(shrunk_ptr, 2) + tl.arange(0, SPLITS)[None, None, :]
@@ -106,70 +88,31 @@ def _part_values(
 
 @triton.jit
 def adapter_values(
-    lora, tokens, token, row, PART: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-    SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
+    lora, token, is_token, row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, SECOND_PART: tl.constexpr,
+    THIRD_PART: tl.constexpr,
 ):  # fmt: skip
     """Return what adapters add at tokens and rows of a weight, in float32, before any bias.
 
-    ``token`` and ``row`` are broadcast to the tile, such as [tokens, 1] and [1, rows]; ``tokens``
-    are of ``load_ranks``. PART is that of all rows, -1 = any: they follow from SECOND_PART and
-    THIRD_PART. What is returned of a row past the last has no meaning. ROWS is a constant, so that
-    16 bytes are loaded at once. A value is one chain of fused additions, from the first rank to
-    the last, in every kernel and tile of several tokens: its bits follow from its token and row
-    alone.
+    ``token`` and ``row`` are broadcast to the tile, such as [tokens, 1] and [1, rows]; what is
+    returned of a row past the last has no meaning. ROWS is a constant, so that 16 bytes are loaded
+    at once. A value is one chain of fused additions, from the first rank to the last, in every
+    kernel and tile: its bits follow from its token and row alone.
     """
-    if PARTS == 1 or PART >= 0:
-        OF_ALL: tl.constexpr = 0 if PARTS == 1 else PART
+    slot = tl.load(lora.slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
+    if PARTS == 1:
         added = _part_values(
-            lora, token, tokens.slot, tokens.ranks[OF_ALL], row, row < ROWS, OF_ALL, ROWS, PARTS,
-            MAX_RANK, SPLITS, AT_ONCE,
-        )  # fmt: skip
+            lora, token, slot, row, row < ROWS, 0, ROWS, PARTS, MAX_RANK, SPLITS, AT_ONCE
+        )
     else:
         part = part_of(row, SECOND_PART, THIRD_PART)
-        added = tl.zeros((tokens.slot >= row).shape, tl.float32)
+        added = tl.zeros((slot >= row).shape, tl.float32)
         for each in range(tl.min(part), tl.max(part) + 1):  # mostly one
-            rank = tl.where(each == 0, tokens.ranks[0], tokens.ranks[PARTS - 1])
-            if PARTS == 3:
-                rank = tl.where(each == 1, tokens.ranks[1], rank)
             values = _part_values(
-                lora, token, tokens.slot, rank, row, (row < ROWS) & (part == each), each, ROWS,
-                PARTS, MAX_RANK, SPLITS, AT_ONCE,
+                lora, token, slot, row, (row < ROWS) & (part == each), each, ROWS, PARTS,
+                MAX_RANK, SPLITS, AT_ONCE,
             )  # fmt: skip
             added = tl.where(part == each, values, added)
-    return added
-
-
-@triton.jit
-def load_row(
-    lora, slot, rank, col, first, ROWS: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-):  # fmt: skip
-    """Return B of one token's adapter at ``col``, [rows], as RANKS tensors from rank ``first``."""
-    columns = ()
-    for index in tl.static_range(RANKS):
-        b_ptr = lora.b_ptr + (slot * MAX_RANK + first + index) * ROWS + col
-        column = tl.load(b_ptr, mask=(first + index < rank) & (col < ROWS), other=0.0)
-        columns += (column,)  # type: ignore[assignment]
-    return columns
-
-
-@triton.jit
-def add_row(
-    added, lora, columns, token, rank, part, first, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Return ``added``, [rows], with what RANKS ranks of ``load_row`` add at one token."""
-    split = tl.arange(0, SPLITS)[None, None, :]
-    for index in tl.static_range(RANKS):
-        shrunk = tl.zeros(rank.shape, tl.float32)
-        for each in tl.static_range(PARTS):
-            value = (token * PARTS + each) * MAX_RANK + first + index
-            is_rank = (first + index < MAX_RANK) & (split >= 0)
-            splits = tl.load(lora.shrunk_ptr + value * SPLITS + split, mask=is_rank, other=0.0)
-            of_part = tl.reshape(sum_of_parts(splits, SPLITS), [1])
-            shrunk = tl.where((part == each) & (first + index < rank), of_part, shrunk)
-        added = tl.fma(shrunk, columns[index].to(tl.float32), added)
     return added
 
 
@@ -234,17 +177,10 @@ def vector_values(
     return added
 
 
-def ranks_at_once(
-    max_rank: int,
-    tile: int,
-    num_warps: int,
-    *,
-    most: int = MOST_AT_ONCE,
-    most_values: int = VALUES_AT_ONCE,
-) -> int:
+def ranks_at_once(max_rank: int, tile: int, num_warps: int) -> int:
     """Return the ranks that a program with ``tile`` results loads at once, a power of two."""
     of_thread = max(tile // (32 * num_warps), 1)
-    at_once = min(most, max(most_values // of_thread, 1))
+    at_once = min(MOST_AT_ONCE, max(VALUES_AT_ONCE // of_thread, 1))
     return min(at_once, next_power_of_2(max_rank))
 
 

@@ -164,12 +164,7 @@ def linear(
 
 @counted
 def shrink_adapters(
-    x: torch.Tensor,
-    adapters: Adapters,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    keep_splits: bool = False,
+    x: torch.Tensor, adapters: Adapters, *, keep_splits: bool = False
 ) -> torch.Tensor:
     """Oracle of :func:`mrv1.kernels.shrink_adapters`; a token's bits do not follow the others.
 
@@ -177,8 +172,6 @@ def shrink_adapters(
     """
     matrices, slots = adapters.matrices, adapters.slots
     matrices.check(x, sum(matrices.part_rows))
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
     shrunk = wide(x).new_zeros(len(x), matrices.a.shape[1])
     for slot, part, rank in _adapted_parts(adapters):
         first = part * matrices.max_rank

@@ -22,9 +22,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
-from mrv1.kernels.layers.contracts import check_norm_weight
 from mrv1.kernels.layers.lanes import sum_of_warps
-from mrv1.kernels.layers.linear_call import normed
 from mrv1.kernels.layers.lora import Adapters
 
 TILE_TOKENS = 16
@@ -90,8 +88,6 @@ def _shrink_adapters_kernel(
     scaling_ptr,  # [slots, PARTS] float32
     ranks_ptr,  # [slots, PARTS] int32
     slots_ptr,  # [num_tokens] int32, -1 = no adapter
-    norm_weight_ptr,  # [IN] of a norm of one token's x, or None
-    eps,
     num_tokens,
     IN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -104,7 +100,7 @@ def _shrink_adapters_kernel(
     WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):
-    """Grid (PARTS * rank tiles * SPLITS, leaders, token tiles): ranks of one adapter."""
+    """Grid (PARTS * rank tiles * SPLITS, TILE_TOKENS, token tiles): ranks of one adapter."""
     RANK_TILES: tl.constexpr = (MAX_RANK + TILE_RANKS - 1) // TILE_RANKS
     WARP_IN: tl.constexpr = TILE_IN // WARPS
     let_next_start(OVERLAP)
@@ -136,26 +132,16 @@ def _shrink_adapters_kernel(
     is_rank, is_x = (index < rank)[None, :, None], is_own[None, :, None]
     if first_rank >= rank:
         is_x = is_x & (lane < 0)[None, :, None]
-    col = first + warp_col
-    a = tl.load(a_rows + col, mask=is_rank & (col < IN), other=0.0)
-    if norm_weight_ptr is not None:
-        norm_weight = tl.load(norm_weight_ptr + col, mask=col < IN, other=0.0)
+    a = tl.load(a_rows + (first + warp_col), mask=is_rank & (first + warp_col < IN), other=0.0)
     wait_for_previous(OVERLAP)
 
     y = tl.zeros([WARPS, TILE_TOKENS, TILE_RANKS], tl.float32)
-    x = tl.load(x_rows + col, mask=is_x & (col < IN), other=0.0)
-    if norm_weight_ptr is not None:
-        every = tl.arange(0, triton.next_power_of_2(IN))
-        whole = tl.load(x_ptr + every, mask=every < IN, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(whole * whole) / IN + eps)
-        x = normed(x, scale, norm_weight)
+    x = tl.load(x_rows + (first + warp_col), mask=is_x & (first + warp_col < IN), other=0.0)
     y = tl.dot(x, tl.permute(a, (0, 2, 1)), y, input_precision="ieee")
     for step in tl.range(1, STEPS, num_stages=1):
         col = first + step * TILE_IN + warp_col
         a = tl.load(a_rows + col, mask=is_rank & (col < IN), other=0.0)
         x = tl.load(x_rows + col, mask=is_x & (col < IN), other=0.0)
-        if norm_weight_ptr is not None:
-            x = normed(x, scale, tl.load(norm_weight_ptr + col, mask=col < IN, other=0.0))
         y = tl.dot(x, tl.permute(a, (0, 2, 1)), y, input_precision="ieee")
     sums = sum_of_warps(y, WARPS, TILE_TOKENS, TILE_RANKS) * scaling
     row = token[:, None] * (PARTS * MAX_RANK) + part * MAX_RANK + index[None, :]
@@ -164,12 +150,7 @@ def _shrink_adapters_kernel(
 
 
 def shrink_adapters(
-    x: torch.Tensor,
-    adapters: Adapters,
-    *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    keep_splits: bool = False,
+    x: torch.Tensor, adapters: Adapters, *, keep_splits: bool = False
 ) -> torch.Tensor:
     """Return ``scaling * A @ x`` for each token, with A of the adapter that it uses.
 
@@ -178,9 +159,6 @@ def shrink_adapters(
         adapters: the adapters of a weight with ``in`` inputs, and the slot of each token. Slots,
             ranks, scalings and A are read before earlier launches have ended: none that may still
             run may write them.
-        norm_weight: ``[in]``, x's dtype or float32, contiguous: weight of an RMS norm of x, which
-            is one token; None = x as it is.
-        eps: added to the norm's mean square.
         keep_splits: whether the caller adds up the sums of parts of the inputs, neighbours first,
             as ``add_adapters`` does.
 
@@ -202,10 +180,6 @@ def shrink_adapters(
     check_launchable("x", x)
     adapters.check(x, sum(adapters.matrices.part_rows))
     matrices, (num_tokens, num_in) = adapters.matrices, x.shape
-    if norm_weight is not None:
-        check_norm_weight("norm_weight", norm_weight, x)
-        if num_tokens > 1:
-            raise ValueError(f"norm_weight: expected None for {num_tokens} tokens, got a tensor")
     if INTERPRET:
         config = ShrinkConfig.for_interpreter(num_in, matrices.max_rank)
     else:
@@ -213,7 +187,7 @@ def shrink_adapters(
     shape = (num_tokens, matrices.a.shape[1], config.splits)
     out = x.new_empty(shape, dtype=torch.float32)
     if num_tokens:
-        _launch(out, x, adapters, norm_weight, eps, config)
+        _launch(out, x, adapters, config)
     if keep_splits:
         return out
     while out.shape[2] > 1:
@@ -221,24 +195,16 @@ def shrink_adapters(
     return out[..., 0]
 
 
-def _launch(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    adapters: Adapters,
-    norm_weight: torch.Tensor | None,
-    eps: float,
-    config: ShrinkConfig,
-) -> None:
+def _launch(out: torch.Tensor, x: torch.Tensor, adapters: Adapters, config: ShrinkConfig) -> None:
     matrices, (num_tokens, num_in) = adapters.matrices, x.shape
     parts = len(matrices.part_rows)
     token_tiles = triton.cdiv(num_tokens, config.tile_tokens)
     rank_tiles = triton.cdiv(matrices.max_rank, config.tile_ranks)
-    leaders = min(config.tile_tokens, num_tokens)
-    grid = (parts * rank_tiles * config.splits, leaders, token_tiles)
+    grid = (parts * rank_tiles * config.splits, config.tile_tokens, token_tiles)
     _shrink_adapters_kernel[grid](
         out,
         *with_strides(x, 1),
-        *(matrices.a, matrices.scaling, matrices.ranks, adapters.slots, norm_weight, eps),
+        *(matrices.a, matrices.scaling, matrices.ranks, adapters.slots),
         num_tokens=num_tokens,
         IN=num_in,
         PARTS=parts,
