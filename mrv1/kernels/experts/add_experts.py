@@ -80,15 +80,9 @@ def _load_chunks(rows, CHUNKS: tl.constexpr, IN: tl.constexpr, TILE_IN: tl.const
 @triton.jit
 def _load_expert(
     first,  # the first of a pair's rows, of expert 0
-    second,
-    stride_expert,
-    ids_ptr,
-    weights_ptr,
-    index,
-    CHUNKS: tl.constexpr,
-    IN: tl.constexpr,
-    TILE_IN: tl.constexpr,
-):
+    second, stride_expert, ids_ptr, weights_ptr, index,
+    CHUNKS: tl.constexpr, IN: tl.constexpr, TILE_IN: tl.constexpr,
+):  # fmt: skip
     """Return a token's weight of an expert and the chunks of two of its rows, zeros if it is 0."""
     expert = tl.load(ids_ptr + index).to(tl.int64)
     weight = tl.load(weights_ptr + index)
@@ -115,21 +109,15 @@ def _product(weights, xs, CHUNKS: tl.constexpr):
 def _add_experts_kernel(
     out_ptr,  # [num_out]; may be the residual
     residual_ptr,  # [num_out], or None
-    x_ptr,  # [CHOSEN, IN], unit last stride
-    stride_x_row,
-    weight_ptr,  # [num_experts, num_out, IN]
-    stride_weight_expert,
-    stride_weight_row,
+    x_ptr, stride_x_row,  # [CHOSEN, IN], unit last stride
+    weight_ptr, stride_weight_expert, stride_weight_row,  # [num_experts, num_out, IN]
     ids_ptr,  # [CHOSEN] int32, -1 = none
     weights_ptr,  # [CHOSEN] float32
     num_out,
-    CHOSEN: tl.constexpr,
-    IN: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    CHOSEN: tl.constexpr, IN: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     AHEAD: tl.constexpr,  # experts, at most CHOSEN
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_out, 2 * TILE_ROWS),): TILE_ROWS pairs of results, one per warp.
 
     The kernel before this one has waited for the router before it let this one start: ids and
@@ -247,16 +235,11 @@ def add_experts(
         if out is None:
             out = x.new_empty(1, num_out)
         _add_experts_kernel[(cdiv(num_out, 2 * config.tile_rows),)](
-            *(out, residual, *with_strides(x, 1), weight, weight.stride(0), weight.stride(1)),
-            *(topk_ids, topk_weights, num_out),
-            CHOSEN=num_pairs,
-            IN=x.shape[1],
-            TILE_ROWS=config.tile_rows,
-            TILE_IN=config.tile_in,
-            AHEAD=config.experts_ahead,
-            num_warps=config.num_warps,
-            **overlap_options(x.device),
-        )
+            out, residual, *with_strides(x, 1), weight, weight.stride(0), weight.stride(1),
+            topk_ids, topk_weights, num_out,
+            CHOSEN=num_pairs, IN=x.shape[1], TILE_ROWS=config.tile_rows, TILE_IN=config.tile_in,
+            AHEAD=config.experts_ahead, num_warps=config.num_warps, **overlap_options(x.device),
+        )  # fmt: skip
         return out
     products = expert_linear(
         x, weight, topk_ids,

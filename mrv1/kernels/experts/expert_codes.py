@@ -98,17 +98,11 @@ def _pair_of(is_own, lane, place):
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"])
 def _few_codes_kernel(
     out_ptr,  # [num_pairs, num_out]
-    x_ptr,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
-    stride_x_row,
+    x_ptr, stride_x_row,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
     codes_ptr,  # see Matrix; of all experts, each with num_out rows, GATED 2 * num_out
-    scales_ptr,
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
+    scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
     ids_ptr,  # [num_pairs] int32, -1 = no expert
-    num_pairs,
-    num_out,
+    num_pairs, num_out,
     num_steps,  # those of a row
     bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None, as its strides
     stride_bias_expert,
@@ -117,20 +111,14 @@ def _few_codes_kernel(
     alpha,  # of a ClampedSwiGLU, else None
     limit,
     BY_PAIR: tl.constexpr,  # programs are of pairs, the first pair of an expert has all
-    PAIRS_PER_ROW: tl.constexpr,
-    IN: tl.constexpr,
-    CODE: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, CODE: tl.constexpr,
     HARDWARE: tl.constexpr,  # see widen
     GROUP: tl.constexpr,  # inputs per scale
-    ROWS_PER_SCALE: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    WARPS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr, GATED: tl.constexpr, TILE_PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, WARPS: tl.constexpr, DEPTH: tl.constexpr,
     LANES: tl.constexpr,  # power of two >= num_pairs
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (pairs or experts, row tiles): some rows of one expert, and all of its pairs."""
     PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
     ELEMENTS: tl.constexpr = IN // PER

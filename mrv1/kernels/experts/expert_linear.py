@@ -165,19 +165,11 @@ def _pair_at(is_own, lane, place, TILE: tl.constexpr):
 def _widened(
     matrix,
     row,  # [TILE_ROWS, 1] int64, of all experts' rows
-    is_row,
-    first,
-    end,
-    DTYPE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    MASKED: tl.constexpr,
-    CODE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
+    is_row, first, end,
+    DTYPE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr, MASKED: tl.constexpr,
+    CODE: tl.constexpr, HARDWARE: tl.constexpr, IN: tl.constexpr, GROUP: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
-):
+):  # fmt: skip
     """Return a tile of values, [TILE_ROWS, TILE_IN], from input ``first`` on, 0 from ``end``.
 
     Codes at the end may share 16 bits with others: x is 0 there.
@@ -210,42 +202,22 @@ def _awaited(y):
 
 @triton.jit
 def _multiply(
-    out_ptr,
-    x_ptr,
-    stride_x_row,
+    out_ptr, x_ptr, stride_x_row,
     weight_ptr,  # of the expert
-    stride_half,
-    stride_row,
+    stride_half, stride_row,
     pair,  # [TILE_PAIRS], -1 = none
-    first_out,
-    num_out,
+    first_out, num_out,
     end,  # inputs to read, None = all LEAF_IN
     expert,
     first_in,  # of the leaf; only of codes
-    bias_ptr,  # of the expert, or None
-    stride_bias_half,
-    stride_bias_out,
+    bias_ptr, stride_bias_half, stride_bias_out,  # of the expert, or None
     has_bias,  # whether it is added; None = it is
-    alpha,
-    limit,
-    scales_ptr,
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
-    PAIRS_PER_ROW: tl.constexpr,
-    LEAF_IN: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-    PAIRS_FIRST: tl.constexpr,
-    CODE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS_PER_SCALE: tl.constexpr,
-):
+    alpha, limit, scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
+    PAIRS_PER_ROW: tl.constexpr, LEAF_IN: tl.constexpr, GATED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PAIRS_FIRST: tl.constexpr, CODE: tl.constexpr, HARDWARE: tl.constexpr, IN: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
+):  # fmt: skip
     """Store the results of some pairs of one expert for a tile of its rows."""
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     MASKED: tl.constexpr = LEAF_IN % TILE_IN != 0 or end is not None
@@ -312,15 +284,13 @@ def _multiply(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_pairs_kernel(
     out_ptr,  # [num_pairs, num_out]
-    x_ptr,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
-    stride_x_row,
+    x_ptr, stride_x_row,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
     weight_ptr,  # [num_experts, num_out, IN]; GATED [num_experts, 2, num_out, IN]
     stride_weight_expert,
     stride_weight_half,  # from gates to ups, 0 without
     stride_weight_row,
     ids_ptr,  # [num_pairs] int32, -1 = no expert
-    num_pairs,
-    num_out,
+    num_pairs, num_out,
     bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None, as its strides
     stride_bias_expert,
     stride_bias_half,  # from gates to ups, 0 without
@@ -328,17 +298,10 @@ def _few_pairs_kernel(
     alpha,  # of a ClampedSwiGLU, else None
     limit,
     scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
+    zeros_ptr, mins_ptr, heads_ptr, high_ptr,
     BY_PAIR: tl.constexpr,  # programs are of pairs, the first pair of an expert has all
-    PAIRS_PER_ROW: tl.constexpr,
-    IN: tl.constexpr,
-    GATED: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, GATED: tl.constexpr, TILE_PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     LANES: tl.constexpr,  # power of two >= num_pairs
     NUM_STAGES: tl.constexpr,
     PAIRS_FIRST: tl.constexpr,  # pairs are the left operand
@@ -347,7 +310,7 @@ def _few_pairs_kernel(
     GROUP: tl.constexpr,  # inputs per scale
     ROWS_PER_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (pairs or experts, row tiles): some rows of one expert, and all of its pairs."""
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     wait_for_previous(OVERLAP)
@@ -382,18 +345,14 @@ def _few_pairs_kernel(
 @triton.jit(do_not_specialize=["max_tiles", "num_pairs"])
 def _sorted_pairs_kernel(
     out_ptr,  # [LEAVES, num_pairs, num_out]
-    x_ptr,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
-    stride_x_row,
+    x_ptr, stride_x_row,  # [num_pairs / PAIRS_PER_ROW, IN], unit last stride
     weight_ptr,  # [num_experts, num_out, IN]; GATED [num_experts, 2, num_out, IN]
     stride_weight_expert,
     stride_weight_half,  # from gates to ups, 0 without
     stride_weight_row,
     order_ptr,  # [num_pairs] int32, SortedPairs.order
     starts_ptr,  # [num_experts + 1] int32
-    max_tiles,
-    num_pairs,
-    num_out,
-    num_experts,
+    max_tiles, num_pairs, num_out, num_experts,
     bias_ptr,  # [num_experts, num_out]; GATED [num_experts, 2, num_out]; or None, as its strides
     stride_bias_expert,
     stride_bias_half,  # from gates to ups, 0 without
@@ -401,18 +360,10 @@ def _sorted_pairs_kernel(
     alpha,  # of a ClampedSwiGLU, else None
     limit,
     scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
-    PAIRS_PER_ROW: tl.constexpr,
-    IN: tl.constexpr,
-    LEAVES: tl.constexpr,
+    zeros_ptr, mins_ptr, heads_ptr, high_ptr,
+    PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, LEAVES: tl.constexpr,
     SHARED: tl.constexpr,  # experts at the end that are one MLP, with rows of x side by side
-    GATED: tl.constexpr,
-    TILE_PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    GATED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     EXPERTS: tl.constexpr,  # power of two >= num_experts
     NUM_STAGES: tl.constexpr,
     PAIRS_FIRST: tl.constexpr,  # pairs are the left operand
@@ -421,7 +372,7 @@ def _sorted_pairs_kernel(
     GROUP: tl.constexpr,  # inputs per scale
     ROWS_PER_SCALE: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (max_tiles * row tiles, LEAVES): a tile of one expert's pairs, and some of its rows.
 
     Tiles of pairs vary fastest, so that neighbours share weights.

@@ -382,19 +382,10 @@ def _byte(bits, at):
 
 @triton.jit
 def dense_values(
-    matrix,
-    codes,
-    row,
-    element,
-    mask,
-    CODE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS_PER_SCALE: tl.constexpr,
-    PER_LANE: tl.constexpr,
-):
+    matrix, codes, row, element, mask,
+    CODE: tl.constexpr, DTYPE: tl.constexpr, HARDWARE: tl.constexpr, IN: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, PER_LANE: tl.constexpr,
+):  # fmt: skip
     """Return the values of loaded codes as ``QuantizedWeight.dense`` rounds them, a tuple.
 
     ``row`` is [lines, 1], ``element`` an index of 16 bits in a row of codes, [1 or lines,
