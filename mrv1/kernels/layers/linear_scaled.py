@@ -28,6 +28,8 @@ CAPABILITY = (8, 9)
 """The first compute capability with products of e4m3."""
 BLOCKS_CAPABILITY = (9, 0)
 """The one for which the library has products of blocks."""
+BLOCKS_CUDA = (12, 9)
+"""The first version of CUDA whose library has them."""
 BLOCK = 128
 """Rows and inputs of a block."""
 BLOCK_TOKENS = 4
@@ -122,6 +124,8 @@ def multiplies_scaled(call: LinearCall, weight: QuantizedWeight) -> bool:
 
 def _has_blocks(weight: QuantizedWeight) -> bool:
     """Return whether the library takes the weight's blocks of scales."""
+    if tuple(map(int, (torch.version.cuda or "0").split("."))) < BLOCKS_CUDA:
+        return False
     is_square = weight.rows_per_scale == weight.inputs_per_scale == BLOCK
     return is_square and weight.num_in % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0
 
