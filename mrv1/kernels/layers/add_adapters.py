@@ -46,24 +46,15 @@ class AddAdaptersConfig:
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_adapters_kernel(
-    out_ptr,  # [num_tokens, LORA_ROWS], unit last stride
-    stride_out_token,
+    out_ptr, stride_out_token,  # [num_tokens, LORA_ROWS], unit last stride
     shrunk_ptr,  # see LoraPointers
-    b_ptr,
-    slots_ptr,
-    ranks_ptr,
-    num_tokens,
-    LORA_ROWS: tl.constexpr,
-    LORA_PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    b_ptr, slots_ptr, ranks_ptr, num_tokens,
+    LORA_ROWS: tl.constexpr, LORA_PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    LORA_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
     SECOND_PART: tl.constexpr,  # its first row, or LORA_ROWS
-    THIRD_PART: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
+    THIRD_PART: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (row tiles, token tiles)."""
     let_next_start(OVERLAP)
     token = tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
@@ -128,8 +119,6 @@ def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) ->
         **lora_arguments(
             adapters, shrunk, config.tile_tokens * config.tile_rows, config.num_warps
         ),
-        TILE_TOKENS=config.tile_tokens,
-        TILE_ROWS=config.tile_rows,
-        num_warps=config.num_warps,
+        TILE_TOKENS=config.tile_tokens, TILE_ROWS=config.tile_rows, num_warps=config.num_warps,
         **overlap_options(out.device),
-    )
+    )  # fmt: skip

@@ -201,15 +201,9 @@ def _every_second(x, LINES: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def load_tokens(
-    rows,
-    norm_weight_ptr,
-    scale,
-    step,
-    last,
-    PER: tl.constexpr,
-    IN: tl.constexpr,
-    WARPS: tl.constexpr,
-):
+    rows, norm_weight_ptr, scale, step, last,
+    PER: tl.constexpr, IN: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """Return the inputs of a step as PER tensors [tokens * WARPS, 32], as ``widen`` has codes."""
     LINES: tl.constexpr = rows.ptr.shape[0]
     TILE_IN: tl.constexpr = WARPS * 32 * PER
@@ -267,16 +261,10 @@ def as_joined_operand(lines, ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def load_numbers(
-    ptr,
-    row,
-    step,
-    last,
-    IN: tl.constexpr,
-    LINE_IN: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS_PER_SCALE: tl.constexpr,
+    ptr, row, step, last,
+    IN: tl.constexpr, LINE_IN: tl.constexpr, GROUP: tl.constexpr, ROWS_PER_SCALE: tl.constexpr,
     WARPS: tl.constexpr,
-):
+):  # fmt: skip
     """Return the bits of a step's numbers, [WARPS, rows, 1]: of the group of a warp's line."""
     GROUPS: tl.constexpr = (IN + GROUP - 1) // GROUP
     group = (step * WARPS + tl.arange(0, WARPS)[:, None, None]) * LINE_IN // GROUP
@@ -301,27 +289,17 @@ def _signed(byte, DTYPE: tl.constexpr):
     ]
 )  # fmt: skip
 def _linear_codes_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
     sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
+    x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
     codes_ptr,  # see Matrix; with GATED of 2 * num_out rows, gates then ups
-    scales_ptr,
-    zeros_ptr,
-    mins_ptr,
-    heads_ptr,
-    high_ptr,
+    scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
     bias_ptr,  # [num_out] or [2 * num_out], or None
     norm_weight_ptr,  # [IN], of one token, or None
     eps,
     prefetch_ptr,  # see prefetch_part; or None
-    prefetch_bytes,
-    prefetch_warp_bytes,
-    num_tokens,
-    num_out,
+    prefetch_bytes, prefetch_warp_bytes, num_tokens, num_out,
     num_steps,  # those of a row
     CODE: tl.constexpr,
     HARDWARE: tl.constexpr,  # see widen
@@ -330,25 +308,17 @@ def _linear_codes_kernel(
     ROWS_PER_SCALE: tl.constexpr,
     SCALING: tl.constexpr,  # "end", "step" or "values"
     GATED: tl.constexpr,  # a kind of gate, 0 = none
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, SPLITS: tl.constexpr,
     WARPS: tl.constexpr,  # 4 or 8: warps of a program
     DEPTH: tl.constexpr,
     NORM_IN: tl.constexpr,  # power of two, at least IN, if there is a norm
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None,
-    slots_ptr=None,
-    ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0,
-    LORA_PARTS: tl.constexpr = 0,
-    MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1,
-    AT_ONCE: tl.constexpr = 0,
-    SECOND_PART: tl.constexpr = 0,
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
     ELEMENTS: tl.constexpr = IN // PER

@@ -164,44 +164,29 @@ class RegisterConfig:
 
 @triton.jit(do_not_specialize=["num_tokens", "num_out", "prefetch_bytes", "prefetch_warp_bytes"])
 def _linear_registers_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
     sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
+    x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
     weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
     bias_ptr,  # [num_out] or [2 * num_out], or None
     prefetch_ptr,  # see prefetch_part; or None
-    prefetch_bytes,
-    prefetch_warp_bytes,
-    num_tokens,
-    num_out,
+    prefetch_bytes, prefetch_warp_bytes, num_tokens, num_out,
     IN: tl.constexpr,
     GATED: tl.constexpr,  # a kind of gate, 0 = none
-    TILE_TOKENS: tl.constexpr,
-    TOKEN_TILES: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    ROW_TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TOKEN_TILES: tl.constexpr, TILE_ROWS: tl.constexpr,
+    ROW_TILES: tl.constexpr, SPLITS: tl.constexpr,
     WARPS: tl.constexpr,  # 4 or 8: warps of a program
     NEXT_START: tl.constexpr,  # 0, 1 or 2
     CHAIN_IN: tl.constexpr,  # inputs of a warp, which are in order; 0 = in any order
     IN_TREE: tl.constexpr,  # whether warps are added as a tree, or from the first to the last
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None,
-    slots_ptr=None,
-    ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0,
-    LORA_PARTS: tl.constexpr = 0,
-    MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1,
-    AT_ONCE: tl.constexpr = 0,
-    SECOND_PART: tl.constexpr = 0,
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     IN_ORDER: tl.constexpr = CHAIN_IN > 0
     WARP_IN: tl.constexpr = CHAIN_IN if IN_ORDER else 32
@@ -316,29 +301,17 @@ def multiply_in_registers(call: LinearCall, config: RegisterConfig) -> torch.Ten
     num_programs = token_tiles * splits * triton.cdiv(call.num_out, program_out)
     wanted = call.prefetch if splits == 1 else None
     _linear_registers_kernel[(num_programs,)](
-        *with_strides(call.out, 1),
-        sums,
-        *with_strides(call.residual, 1),
-        *with_strides(call.x, 1),
-        *(call.weight, call.bias),
-        num_tokens=call.num_tokens,
-        num_out=call.num_out,
-        IN=call.num_in,
-        GATED=call.gate,
-        TILE_TOKENS=config.tile_tokens,
-        TOKEN_TILES=config.token_tiles,
-        TILE_ROWS=config.tile_rows,
-        ROW_TILES=config.row_tiles,
-        SPLITS=splits,
-        WARPS=config.num_warps,
-        NEXT_START=config.next_start,
-        CHAIN_IN=config.chain_in,
-        IN_TREE=config.in_tree,
+        *with_strides(call.out, 1), sums, *with_strides(call.residual, 1),
+        *with_strides(call.x, 1), call.weight, call.bias,
+        num_tokens=call.num_tokens, num_out=call.num_out, IN=call.num_in, GATED=call.gate,
+        TILE_TOKENS=config.tile_tokens, TOKEN_TILES=config.token_tiles, TILE_ROWS=config.tile_rows,
+        ROW_TILES=config.row_tiles, SPLITS=splits, WARPS=config.num_warps,
+        NEXT_START=config.next_start, CHAIN_IN=config.chain_in, IN_TREE=config.in_tree,
         num_warps=config.num_warps,
         **prefetch_arguments(wanted, call.x.device, num_programs * config.num_warps),
         **overlap_options(call.x.device),
         **call.lora_arguments(
             config.tile_tokens * config.tile_rows // (2 if call.is_gated else 1), config.num_warps
         ),
-    )
+    )  # fmt: skip
     return sums

@@ -43,15 +43,14 @@ def _quantize_tokens_kernel(
     codes_ptr,  # [num_tokens, IN] e4m3, written
     scales_ptr,  # [groups, num_tokens] float32, written
     stride_scale_group,
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
+    x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
     scale_ptr,  # [1] float32, or None: of each group its own
     num_tokens,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,  # power of two: at least the groups of a token
     GROUP: tl.constexpr,  # power of two: inputs of a group, at least IN if there is one
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (num_tokens,): one token."""
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
@@ -98,13 +97,10 @@ def quantize_tokens(
     codes = torch.empty(num_rows, num_in, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_groups, num_rows, device=x.device)
     _quantize_tokens_kernel[(num_tokens,)](
-        *(codes, scales, num_rows, x, x.stride(0), scale, num_tokens),
-        IN=num_in,
-        GROUPS=tile_groups,
-        GROUP=group,
-        num_warps=num_warps,
+        codes, scales, num_rows, x, x.stride(0), scale, num_tokens,
+        IN=num_in, GROUPS=tile_groups, GROUP=group, num_warps=num_warps,
         **overlap_options(x.device),
-    )
+    )  # fmt: skip
     return codes, scales.T
 
 

@@ -29,33 +29,22 @@ def sum_of_splits(ptr, mask, stride, COUNT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_splits_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
-    normed_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_normed_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
+    normed_ptr, stride_normed_token,  # [num_tokens, num_out], unit last stride, or None
     sums_ptr,  # [SPLITS, num_tokens, num_out] float32
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
     bias_ptr,  # [num_out], or None
     norm_weight_ptr,  # [num_out], or None
-    eps,
-    num_tokens,
-    num_out,
+    eps, num_tokens, num_out,
     SPLITS: tl.constexpr,
     TILE_OUT: tl.constexpr,  # with a norm at least num_out
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None,
-    slots_ptr=None,
-    ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0,
-    LORA_PARTS: tl.constexpr = 0,
-    MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1,
-    AT_ONCE: tl.constexpr = 0,
-    SECOND_PART: tl.constexpr = 0,
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token."""
     let_next_start(OVERLAP)
     num_tiles = tl.cdiv(num_out, TILE_OUT)
@@ -101,18 +90,12 @@ def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
     has_norm = call.normed_out is not None
     tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
     _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](
-        *with_strides(call.out, 1),
-        *with_strides(call.normed_out, 1),
-        sums,
-        *with_strides(call.residual, 1),
-        *(call.bias, call.out_norm_weight, call.eps),
-        *(call.num_tokens, call.num_out),
-        SPLITS=sums.shape[0],
-        TILE_OUT=tile_out,
-        num_warps=sum_warps(tile_out),
-        **overlap_options(call.x.device),
-        **call.lora_arguments(tile_out, sum_warps(tile_out)),
-    )
+        *with_strides(call.out, 1), *with_strides(call.normed_out, 1), sums,
+        *with_strides(call.residual, 1), call.bias, call.out_norm_weight, call.eps,
+        call.num_tokens, call.num_out,
+        SPLITS=sums.shape[0], TILE_OUT=tile_out, num_warps=sum_warps(tile_out),
+        **overlap_options(call.x.device), **call.lora_arguments(tile_out, sum_warps(tile_out)),
+    )  # fmt: skip
 
 
 def sum_warps(tile_out: int) -> int:

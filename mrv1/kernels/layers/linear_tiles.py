@@ -329,42 +329,28 @@ def _sum_parts(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_out"])
 def _linear_tile_kernel(
-    out_ptr,  # [num_tokens, num_out], unit last stride; may be the residual
-    stride_out_token,
+    out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
     sums_ptr,  # [SPLITS, num_tokens, num_out] float32: written instead of out; None = one split
-    residual_ptr,  # [num_tokens, num_out], unit last stride, or None
-    stride_residual_token,
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
+    residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
+    x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
     weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
     bias_ptr,  # [num_out] or [2 * num_out], or None
-    num_tokens,
-    num_out,
+    num_tokens, num_out,
     IN: tl.constexpr,
     GATED: tl.constexpr,  # a kind of gate, 0 = none
-    TILE_TOKENS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,  # of a split: leaves, or 1
     PART_IN: tl.constexpr,  # inputs of a part; those of the last ones may be past the end
     EARLY_STEPS: tl.constexpr,  # at most those of a part
-    NUM_STAGES: tl.constexpr,
-    NEXT_AT_ONCE: tl.constexpr,
-    CHAIN_STEPS: tl.constexpr,
+    NUM_STAGES: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, CHAIN_STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None,
-    slots_ptr=None,
-    ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0,
-    LORA_PARTS: tl.constexpr = 0,
-    MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1,
-    AT_ONCE: tl.constexpr = 0,
-    SECOND_PART: tl.constexpr = 0,
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights."""
     IS_EXACT: tl.constexpr = PART_IN % TILE_IN == 0 and SPLITS * PARTS * PART_IN == IN
     END: tl.constexpr = None if IS_EXACT else IN
@@ -442,27 +428,15 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
     row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
     token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
     _linear_tile_kernel[(token_tiles * config.splits * row_tiles,)](
-        *with_strides(call.out, 1),
-        sums,
-        *with_strides(call.residual, 1),
-        *with_strides(call.x, 1),
-        *(call.weight, call.bias, call.num_tokens, call.num_out),
-        IN=call.num_in,
-        GATED=call.gate,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_ROWS=config.tile_rows,
-        TILE_IN=config.tile_in,
-        SPLITS=config.splits,
-        PARTS=parts,
-        PART_IN=part_in,
-        EARLY_STEPS=early_steps,
-        NUM_STAGES=config.num_stages,
-        NEXT_AT_ONCE=config.next_starts_at_once,
-        CHAIN_STEPS=config.chain_steps,
-        num_warps=config.num_warps,
-        **overlap_options(call.x.device),
+        *with_strides(call.out, 1), sums, *with_strides(call.residual, 1),
+        *with_strides(call.x, 1), call.weight, call.bias, call.num_tokens, call.num_out,
+        IN=call.num_in, GATED=call.gate, TILE_TOKENS=config.tile_tokens,
+        TILE_ROWS=config.tile_rows, TILE_IN=config.tile_in, SPLITS=config.splits, PARTS=parts,
+        PART_IN=part_in, EARLY_STEPS=early_steps, NUM_STAGES=config.num_stages,
+        NEXT_AT_ONCE=config.next_starts_at_once, CHAIN_STEPS=config.chain_steps,
+        num_warps=config.num_warps, **overlap_options(call.x.device),
         **call.lora_arguments(
             config.tile_tokens * config.tile_rows // (2 if call.is_gated else 1), config.num_warps
         ),
-    )
+    )  # fmt: skip
     return sums

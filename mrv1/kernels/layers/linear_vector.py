@@ -112,27 +112,19 @@ def _linear_vector_kernel(
     weight_ptr,  # [num_out, IN]; with GATED [2 * num_out, IN], gates then ups
     bias_ptr,  # [num_out] or [2 * num_out], or None
     norm_weight_ptr,  # [IN], or None
-    eps,
-    num_out,
+    eps, num_out,
     IN: tl.constexpr,
     GATED: tl.constexpr,  # a kind of gate, 0 = none
-    TILE_ROWS: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
     LATE_CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None,
-    slots_ptr=None,
-    ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0,
-    LORA_PARTS: tl.constexpr = 0,
-    MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1,
-    AT_ONCE: tl.constexpr = 0,
-    SECOND_PART: tl.constexpr = 0,
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-):
+):  # fmt: skip
     """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
     A pair is a gate and its up, or two neighbours. Tiles are [TILE_ROWS, TILE_IN], x too.
@@ -236,15 +228,10 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
     if lora:
         lora["AT_ONCE"] = min(MOST_OF_VECTOR, triton.next_power_of_2(lora["MAX_RANK"]))
     _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
-        *(call.out, call.residual, call.x, call.weight),
-        *(call.bias, call.norm_weight, call.eps, call.num_out),
-        IN=call.num_in,
-        GATED=call.gate,
-        TILE_ROWS=config.tile_rows,
-        TILE_IN=config.tile_in,
+        call.out, call.residual, call.x, call.weight,
+        call.bias, call.norm_weight, call.eps, call.num_out,
+        IN=call.num_in, GATED=call.gate, TILE_ROWS=config.tile_rows, TILE_IN=config.tile_in,
         EARLY_CHUNKS=min(config.early_chunks, triton.cdiv(call.num_in, config.tile_in)),
-        LATE_CHUNKS=config.late_chunks,
-        num_warps=config.num_warps,
-        **overlap_options(call.x.device),
-        **lora,
-    )
+        LATE_CHUNKS=config.late_chunks, num_warps=config.num_warps,
+        **overlap_options(call.x.device), **lora,
+    )  # fmt: skip

@@ -27,25 +27,18 @@ from mrv1.kernels.layers.norm import inverse_rms
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     out_ptr,  # [num_rows / num_heads, num_heads, dim], unit last stride; may be x
-    stride_out_token,
-    stride_out_head,
-    residual_ptr,  # [num_rows, dim], unit last stride, updated; or None
-    stride_residual_token,
-    onto_ptr,  # [num_rows, dim], unit last stride, may be out; or None
-    stride_onto_token,
-    x_ptr,  # [num_rows / num_heads, num_heads, dim], unit last stride
-    stride_x_token,
+    stride_out_token, stride_out_head,
+    residual_ptr, stride_residual_token,  # [num_rows, dim], unit last stride, updated; or None
+    onto_ptr, stride_onto_token,  # [num_rows, dim], unit last stride, may be out; or None
+    x_ptr, stride_x_token,  # [num_rows / num_heads, num_heads, dim], unit last stride
     stride_x_head,
     weight_ptr,  # [dim]
     second_weight_ptr,  # [dim], of the second head; or None = the same
-    num_rows,
-    num_heads,
-    dim,
-    eps,
+    num_rows, num_heads, dim, eps,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= dim
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (cdiv(num_rows, TILE_ROWS),): one program normalises TILE_ROWS whole rows."""
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_DIM)[None, :]
@@ -169,16 +162,11 @@ def rms_norm(
     else:
         config = RmsNormConfig.default_for(dim)
     _rms_norm_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
-        *(out, out.stride(0), out.stride(-2)),
-        *with_strides(residual, 1),
-        *with_strides(onto, 1),
-        *(x, x.stride(0), x.stride(-2)),
-        *(weight, second_weight, num_rows, num_heads, dim, eps),
-        TILE_ROWS=config.tile_rows,
-        TILE_DIM=triton.next_power_of_2(dim),
-        num_warps=config.num_warps,
-        **overlap_options(x.device),
-    )
+        out, out.stride(0), out.stride(-2), *with_strides(residual, 1), *with_strides(onto, 1),
+        x, x.stride(0), x.stride(-2), weight, second_weight, num_rows, num_heads, dim, eps,
+        TILE_ROWS=config.tile_rows, TILE_DIM=triton.next_power_of_2(dim),
+        num_warps=config.num_warps, **overlap_options(x.device),
+    )  # fmt: skip
     return out
 
 

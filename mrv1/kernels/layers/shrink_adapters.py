@@ -82,24 +82,17 @@ class ShrinkConfig:
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_adapters_kernel(
     out_ptr,  # [num_tokens, PARTS * MAX_RANK, SPLITS] float32, contiguous
-    x_ptr,  # [num_tokens, IN], unit last stride
-    stride_x_token,
+    x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
     a_ptr,  # [slots, PARTS * MAX_RANK, IN]
     scaling_ptr,  # [slots, PARTS] float32
     ranks_ptr,  # [slots, PARTS] int32
     slots_ptr,  # [num_tokens] int32, -1 = no adapter
     num_tokens,
-    IN: tl.constexpr,
-    PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_RANKS: tl.constexpr,
-    TILE_IN: tl.constexpr,
-    STEPS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IN: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_RANKS: tl.constexpr, TILE_IN: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr,
     WARPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-):
+):  # fmt: skip
     """Grid (PARTS * rank tiles * SPLITS, TILE_TOKENS, token tiles): ranks of one adapter."""
     RANK_TILES: tl.constexpr = (MAX_RANK + TILE_RANKS - 1) // TILE_RANKS
     WARP_IN: tl.constexpr = TILE_IN // WARPS
@@ -202,19 +195,9 @@ def _launch(out: torch.Tensor, x: torch.Tensor, adapters: Adapters, config: Shri
     rank_tiles = triton.cdiv(matrices.max_rank, config.tile_ranks)
     grid = (parts * rank_tiles * config.splits, config.tile_tokens, token_tiles)
     _shrink_adapters_kernel[grid](
-        out,
-        *with_strides(x, 1),
-        *(matrices.a, matrices.scaling, matrices.ranks, adapters.slots),
-        num_tokens=num_tokens,
-        IN=num_in,
-        PARTS=parts,
-        MAX_RANK=matrices.max_rank,
-        TILE_TOKENS=config.tile_tokens,
-        TILE_RANKS=config.tile_ranks,
-        TILE_IN=config.tile_in,
-        STEPS=config.steps,
-        SPLITS=config.splits,
-        WARPS=config.num_warps,
-        num_warps=config.num_warps,
-        **overlap_options(x.device),
-    )
+        out, *with_strides(x, 1), matrices.a, matrices.scaling, matrices.ranks, adapters.slots,
+        num_tokens=num_tokens, IN=num_in, PARTS=parts, MAX_RANK=matrices.max_rank,
+        TILE_TOKENS=config.tile_tokens, TILE_RANKS=config.tile_ranks, TILE_IN=config.tile_in,
+        STEPS=config.steps, SPLITS=config.splits, WARPS=config.num_warps,
+        num_warps=config.num_warps, **overlap_options(x.device),
+    )  # fmt: skip
