@@ -17,6 +17,7 @@ ABOUT = {
     "and float32 `linear` over torch's",
     "accuracy-linear": "errors of float32 `linear` over torch's, before and after its sum of "
     "steps was compensated",
+    "lora": "products of an 8B layer with adapters beside those without",
     "grammars": "keywords of JSON schemas and times of two grammar engines",
     "smollm2": "SmolLM2's log-probabilities against float32 transformers, by dtype and cache",
     "sanitize": "compute-sanitizer's findings, op by op",
