@@ -31,10 +31,10 @@ LINEAR = {
     "linear_add_splits-None": 1,
 }
 """Launches of the linear layer, by the parts of their weights."""
-PARKED_BYTES = {"sm_90": 8, "sm_120": 8}
-"""Bytes of two registers that the compiler parks: where all weights are loaded early, as in
-``cases_linear``, with 128 registers two programs fit a multiprocessor; on sm_90, in a tile of
-float32 gates and ups."""
+PARKED_BYTES = {"sm_80": 8, "sm_90": 8, "sm_120": 16}
+"""Bytes of registers that the compiler parks: where all weights are loaded early, as in
+``cases_linear``, with 128 registers two programs fit a multiprocessor; and up to four registers in
+a tile of float32 gates and ups."""
 
 
 def cases(target: Target) -> list[AotCase]:
