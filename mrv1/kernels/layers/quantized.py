@@ -33,8 +33,8 @@ Activations = Literal["token", "tensor", "group"]
 
 MOST_TOKENS = 64
 """Most tokens that are multiplied by codes as they are stored. The four products of an 8B layer
-take 188 us with e4m3 codes and 198 us with int4 at 64 tokens on an H100; widened first, 395 and
-368 us at 65."""
+take 183 us with e4m3 codes and 201 us with int4 at 64 tokens on an H100; widened first, 432 and
+405 us at 256."""
 SUPER_BLOCK = 256
 """Inputs of a super-block: they share one head."""
 
