@@ -235,7 +235,7 @@ def _few_codes(
         },
         num_warps=config.num_warps,
         num_stages=1,
-        parked_bytes=PARKED_BYTES,
+        parked_bytes=24 if target.name == "sm_120" else PARKED_BYTES,  # over the loop
     )
 
 

@@ -63,14 +63,12 @@ SLOWER = (
     "sm_100 draw-float32-151936: spills 336 bytes a thread (128 registers)",
     "sm_100 draw-float32-151936-2-ranks: spills 400 bytes a thread (128 registers)",
     "sm_100 draw-float32-151936-8-ranks: spills 328 bytes a thread (128 registers)",
-    "sm_100 rms_norm-bfloat16-8192-residual: spills 8 bytes a thread (40 registers)",
     "sm_120 draw-float32-151936-2-ranks: spills 368 bytes a thread (128 registers)",
     "sm_120 draw-float32-151936-8-ranks: spills 344 bytes a thread (128 registers)",
     "sm_120 top_logprobs-float32-151936-8-ranks: spills 8 bytes a thread (128 registers)",
-    "sm_86 linear_codes-q4_k-torch.float16-8x4096x6144: spills 24 bytes a thread (96 registers)",
 )
 """Problems of the other tritons, on GPUs where no kernel has ever run. With so few registers one
-program more fits a multiprocessor, two draws or three norms: that is worth more than these bytes,
+program more fits a multiprocessor, two draws: that is worth more than these bytes,
 which other code or launches would only save at the cost of sm_90's measured machine code."""
 
 
