@@ -23,6 +23,7 @@ from examples.openai_server import make_app
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+JSON = {"Content-Type": "application/json"}
 LONG = GREEDY | {"max_tokens": 1500}
 MESSAGES = [{"role": "user", "content": "Speak, Romeo."}]
 
@@ -114,7 +115,11 @@ def test_a_conversation_is_answered_whole_and_as_a_stream(llm, client):
     assert done.choices[0].message.role == "assistant"
     parts = [{"role": "user", "content": [{"type": "text", "text": "Speak, Romeo."}]}]
     stream = client.chat.completions.create(model="tiny", messages=parts, stream=True, **GREEDY)
-    assert "".join(chunk.choices[0].delta.content for chunk in stream) == text
+    deltas = [chunk.choices[0].delta for chunk in stream]
+    assert "".join(delta.content for delta in deltas) == text
+    # Clients, such as the one that chat.completions.stream returns, add up every text of a delta.
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert len(deltas) > 1
 
 
 def test_an_answer_follows_a_schema(client):
@@ -135,7 +140,9 @@ def test_an_answer_follows_a_schema(client):
         ({"prompt": "ROMEO " * 3000, "stream": True}, "max_model_len"),
         ({"prompt": ["a", "b"], "stream": True}, "prompt: expected one with stream=true, got 2"),
         ({"prompt": 3}, "prompt: expected a string, a list of token ids or a dict, got int"),
-        ({"prompt": "ROMEO:", "model": "other"}, "model: expected an object with model='tiny'"),
+        ({"prompt": "ROMEO:", "stream": "no"}, "stream: expected a bool, got 'no'"),
+        ({"prompt": "ROMEO:", "stream": True, "stream_options": ""}, "stream_options: expected a"),
+        ({"prompt": "ROMEO:", "logit_bias": {"9" * 5000: 1}}, "logit_bias: expected a dict"),
         ({"prompt": "ROMEO:", "extra_body": {"response_format": {"type": "xml"}}},
          "response_format: expected text or a form of JSON"),
     ],
@@ -144,6 +151,35 @@ def test_a_refused_request_says_why(client, given, message):
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**{"model": "tiny"} | given)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("completions", "{", 400, "body: expected JSON"),
+        ("completions", "[" * 100_000, 400, "body: expected JSON"),
+        ("completions", "[]", 400, r"body: expected an object, got \[\]"),
+        ("completions", r'{"model": "tiny", "\ud800": 1}', 400, "expected a field that this"),
+        ("completions", '{"model": "other"}', 404, "model: expected 'tiny', got 'other'"),
+        ("embeddings", "{}", 404, "Not Found"),
+    ],
+)
+def test_every_error_has_the_form_of_openai(client, path, body, status, message):
+    with pytest.raises(openai.APIStatusError, match=message) as refused:
+        client.post(f"/{path}", cast_to=object, options={"headers": JSON}, content=body.encode())
+    assert refused.value.status_code == status
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_a_fault_of_the_server_has_the_form_of_openai(llm, client, monkeypatch):
+    monkeypatch.setattr(llm, "get_default_sampling_params", lambda: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="division") as failed:
+        client.completions.create(  # uvicorn ends the connection: no later request shall have it
+            model="tiny", prompt="ROMEO:", extra_headers={"Connection": "close"}, **GREEDY
+        )
+    assert failed.value.type == "server_error"
+    monkeypatch.undo()
+    assert client.completions.create(model="tiny", prompt="ROMEO:", **GREEDY).choices[0].text
 
 
 def test_no_file_is_opened_that_a_client_names(client):
