@@ -92,3 +92,37 @@ def test_a_tolerance_is_a_tolerance_and_none_means_bytes():
         compare(lambda x: x + 1e-4, torch.clone, one, lambda x: (x,), max_examples=1)
     with pytest.raises(AssertionError, match="result: "):
         compare(lambda x: -x, torch.clone, st.just(torch.zeros(1)), lambda x: (x,), max_examples=1)
+
+
+@pytest.mark.parametrize(
+    ("result", "oracles"),
+    [(3, 4), (True, False), (3.0, 3), ([1.0, 2.0], [1.0, 2.5]), (None, 1), ({"a": 1}, {"b": 1})],
+)
+def test_a_number_that_differs_is_found(result, oracles):
+    with pytest.raises(AssertionError, match="result"):
+        compare(lambda x: result, lambda x: oracles, ROWS, lambda x: (x,), max_examples=1)
+    compare(lambda x: result, lambda x: result, ROWS, lambda x: (x,), max_examples=1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"op": None}, TypeError, "op: expected a function, got None"),
+        ({"oracle": 3}, TypeError, "oracle: expected a function, got 3"),
+        ({"cases": [1]}, TypeError, "cases: expected a strategy of hypothesis, got [1]"),
+        ({"arguments": None}, TypeError, "arguments: expected a function, got None"),
+        ({"arguments": lambda x: x}, TypeError, "arguments: expected a sequence or a dict, got"),
+        ({"arguments": lambda x: "x"}, TypeError, "arguments: expected a sequence or a dict, got"),
+        ({"atol": -1}, ValueError, "atol: expected a finite number >= 0, got -1"),
+        ({"rtol": float("nan")}, ValueError, "rtol: expected a finite number >= 0, got nan"),
+        ({"atol": None}, ValueError, "atol: expected a finite number >= 0, got None"),
+        ({"cases": st.just(3), "device": "cpu"}, TypeError, "device: expected cases with"),
+        ({"op": lambda x: {*x}}, TypeError, "result: expected tensors and numbers to compare"),
+        ({"op": lambda: None, "oracle": lambda: None, "arguments": lambda x: []}, TypeError,
+         "arguments: expected a tensor or a result to compare, got none"),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_is_named(changed, error, message):
+    given = {"op": torch.neg, "oracle": torch.neg, "cases": ROWS, "arguments": lambda x: (x,)}
+    with pytest.raises(error, match=re.escape(message)):
+        compare(**given | changed, max_examples=1)
