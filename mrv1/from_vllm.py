@@ -54,6 +54,8 @@ class Row:
             given = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
             others = (given[name] for name in given if name not in self.settings)
             return not self.accepts and not (self.settings and any(others))
+        if isinstance(value, Collection) and hasattr(value, "__array__"):
+            return False  # an array has no truth: it asks for something
         plain = value is None or isinstance(value, bool | int | float | str | Collection)
         return self.kind == "not here" and plain and not value
 

@@ -6,7 +6,9 @@ import logging
 import pickle
 from dataclasses import fields
 
+import numpy as np
 import pytest
+import torch
 
 from mrv1 import (
     LLM,
@@ -21,7 +23,17 @@ from mrv1 import (
     TokensPrompt,
 )
 from mrv1.engine.llm_options import LLMOptions
-from mrv1.from_vllm import ARGUMENTS, FORM, METHODS, OPTIONS, OUTPUT, PARAMS, PROMPT, translated
+from mrv1.from_vllm import (
+    ARGUMENTS,
+    FORM,
+    METHODS,
+    OPTIONS,
+    OUTPUT,
+    PARAMS,
+    PROMPT,
+    check_arguments,
+    translated,
+)
 from tests.from_vllm_page import PAGE, written
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -193,8 +205,19 @@ def test_a_field_of_vllms_params_is_taken_or_says_what_to_do():
 def test_optional_params_are_those_that_are_given():
     given = SamplingParams.from_optional(temperature=None, n=2, stop=None, skip_clone=True)
     assert given == SamplingParams(n=2)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None  # no limit, as there
     with pytest.raises(RequestError, match="temperature: expected 0 or a number"):
         SamplingParams.from_optional(temperature=-1)
+    with pytest.raises(RequestError, match="did you mean 'temperature'"):
+        SamplingParams.from_optional(temprature=None)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([1, 2]), np.array([0]), np.array(0), torch.tensor([1, 2]), torch.zeros(())]
+)
+def test_an_array_asks_for_something(array):
+    with pytest.raises(RequestError, match="prompt_token_ids: expected an argument of generate"):
+        check_arguments({"prompt_token_ids": array}, RequestError)
 
 
 def test_a_field_of_a_form_is_taken_or_says_what_to_do():

@@ -272,8 +272,12 @@ class SamplingParams(metaclass=_NamesOfVLLM):
 
     @classmethod
     def from_optional(cls, **params: Any) -> Self:  # noqa: ANN401 - of any field
-        """Return parameters in which None stands for a field that is not given, as in vLLM."""
-        return cls(**{name: value for name, value in params.items() if value is not None})
+        """Return parameters in which None stands for a field that is not given, as in vLLM.
+
+        As there, ``max_tokens=None`` is given: until the context is full.
+        """
+        optional = {each.name for each in fields(cls)} - {"max_tokens"}
+        return cls(**{k: v for k, v in params.items() if v is not None or k not in optional})
 
     def clone(self) -> Self:
         """Return a copy; a change of one of the two does not change the other."""
