@@ -8,6 +8,7 @@ import torch
 
 from mrv1.testing.aot import AotCase, Target
 from tests.compile.cases_qkv import cases as qkv_cases
+from tests.compile.cases_quantized import cases as quantized_cases
 from tests.compile.cases_sampling import group_sums
 from tests.compile.cases_step import cases as step_cases
 
@@ -15,6 +16,8 @@ LOADS = (
     r"\b(?:ld(?:\.\w+)*\.global\S*|(?:global|buffer)_load_\w+ .*|s_load_dword (?!.* 0x[1-9]).*)"
 )
 CONVERSIONS = r"\bcvt\.\S*e4m3\S*"
+CODES = CONVERSIONS + r"|\bm(?:ax|in)\.\S*"
+"""Conversions, and bounds, through which no NaN passes."""
 SUMS = (
     r"(?:\bld\.global(?:\.\w+)*?\.|shfl\.sync\.bfly\.b32.*, )"
     r"(v[24]\.b32|b32|\d+(?=, 31, -1;))"
@@ -26,12 +29,19 @@ def cases(target: Target) -> list[AotCase]:
     if target.name == "sm_89":
         wanted = "qkv_cache_write-bfloat16-128-rope128-norm-fp8-scales16"
         write = next(case for case in qkv_cases(target) if case.name == wanted)
-        return [replace(write, pattern=CONVERSIONS)]
+        return [replace(write, pattern=CONVERSIONS), _quantize(target)]
     fetch = next(case for case in step_cases(target) if case.name == "fetch_upload")
     return [
         replace(fetch, pattern=LOADS),
-        *(_group_sums(target) if target.capability else []),
+        *((_quantize(target), *_group_sums(target)) if target.capability else []),
     ]
+
+
+def _quantize(target: Target) -> AotCase:
+    """Tokens quantized by one scale: nothing but a conversion decides on a code."""
+    name = "quantize_tokens-2880-static"
+    case = next(case for case in quantized_cases(target) if case.name == name)
+    return replace(case, pattern=CODES)
 
 
 def _group_sums(target: Target) -> list[AotCase]:

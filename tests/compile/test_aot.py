@@ -186,9 +186,16 @@ def test_a_group_of_a_shard_is_summed_as_one_of_whole_logits(vocab):
 
 def test_sm_89_encodes_fp8_with_one_rounding():
     """Triton's own cast goes through float16 there before 3.9, and rounds twice."""
-    ((name, conversions),) = _instructions("sm_89").items()
-    assert "fp8" in name
-    assert set(conversions) == {"cvt.rn.satfinite.e4m3x2.f32"}
+    found = _instructions("sm_89")
+    assert len(found) == 2
+    assert all(set(each) == {"cvt.rn.satfinite.e4m3x2.f32"} for each in found.values())
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90"])
+def test_a_quantized_token_keeps_nan(target):
+    """No minimum or maximum, which would make a number of it, comes before the conversion."""
+    found = _instructions(target)["quantize_tokens-2880-static"]
+    assert set(found) == {"cvt.rn.satfinite.e4m3x2.f32"}
 
 
 ARRIVAL = "\t@%p70 mbarrier.arrive.shared::cta.b64 _, [%r379];"

@@ -30,6 +30,7 @@ def codes_of(x, scale=None, group=0):
         scale = torch.where(scale == 0, 1.0, scale)
     scales = scale.expand(num_tokens, groups.shape[1])
     codes = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    codes.view(torch.uint8)[codes.isnan()] = 0x7F  # without a sign
     return codes.flatten(1)[:, :num_in], scales
 
 
@@ -47,6 +48,8 @@ def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed)
     x = torch.randn(num_tokens, num_in + 8, generator=generator) * 3
     x[0] = 0
     x[-1, 0] = 300
+    if kind == "tensor":  # else the scales of torch are NaN
+        x[0, 3], x[0, 5] = torch.nan, torch.inf
     x = x.to(device, dtype)[:, :num_in]
     scale = torch.full((1,), 0.25, device=device) if kind == "tensor" else None
     group = 128 if kind == "group" else 0
@@ -55,6 +58,24 @@ def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed)
     want_codes, want_scales = codes_of(x.cpu(), None if scale is None else scale.cpu(), group)
     assert torch.equal(scales.cpu(), want_scales)
     assert torch.equal(codes.cpu().view(torch.uint8), want_codes.view(torch.uint8))
+
+
+@pytest.mark.gpu_only
+@pytest.mark.parametrize("is_static", [False, True])
+def test_nan_stays_in_its_row(device, is_static):
+    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+        pytest.skip("needs e4m3")
+    weight = random_weight("e4m3_row", 96, 512, torch.bfloat16, seed=0, device=device)
+    scale = torch.full((1,), 0.02, device=device) if is_static else None
+    kind = "tensor" if is_static else "token"
+    weight = replace(weight, activations=kind, input_scale=scale)
+    x = torch.randn(40, 512, device=device).bfloat16()
+    want = kernels.linear(x, weight)
+    x[7, 9] = torch.nan
+    got = kernels.linear(x, weight)
+    assert got[7].isnan().all()
+    others = [row for row in range(40) if row != 7]
+    assert torch.equal(got[others], want[others])
 
 
 @pytest.mark.gpu_only
@@ -97,7 +118,7 @@ def test_products_are_those_of_quantized_tokens(
     error = (got.double() - want).abs()
     assert float(error.max() / want.abs().max()) < 0.02
     plain = kernels.linear(**arguments | {"weight": weight}, deterministic=True)
-    assert not torch.equal(got, plain)  # of tokens as they are
+    assert error.norm() < (got.double() - plain.double()).norm() / 2  # of tokens as they are
 
 
 @pytest.mark.gpu_only

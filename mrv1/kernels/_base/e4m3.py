@@ -1,4 +1,4 @@
-"""Device functions that convert codes of e4m3fn (no infinity, NaN is 0x7F) to fp16.
+"""Device functions that convert codes of e4m3fn (no infinity, NaN is 0x7F) to fp16, and back.
 
 HARDWARE says whether the hardware converts them; integer arithmetic gives the same bits (see
 ``mrv1.device.fp8_path``).
@@ -28,6 +28,22 @@ def e4m3_values(code, HARDWARE: tl.constexpr):
         value = tl.where(magnitude == 0x7F, 0x7E00, value).to(tl.uint16)
         value = value.to(tl.float16, bitcast=True)
     return value
+
+
+@triton.jit
+def e4m3_codes(x):
+    """Return the codes of float32 ``x``, uint8, by the hardware: nearest, ties to even, saturated.
+
+    Before 3.9, Triton's own cast for sm_89 goes through fp16, and so rounds twice.
+    """
+    if INTERPRETED:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = tl.inline_asm_elementwise(
+            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,r,r",
+            [x], dtype=tl.uint8, is_pure=True, pack=2,
+        )  # fmt: skip
+    return code
 
 
 @triton.jit

@@ -9,7 +9,7 @@ Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3).
 
 from __future__ import annotations
 
-from mrv1.kernels._base.e4m3 import e4m3_pairs, e4m3_values
+from mrv1.kernels._base.e4m3 import e4m3_codes, e4m3_pairs, e4m3_values
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache import formats
 
@@ -23,14 +23,8 @@ E4M3_INTEGER = tl.constexpr(formats.FP8.tag("integer"))
 @triton.jit
 def to_codes(x, CODEC: tl.constexpr):
     """Return the codes of float32 ``x``, uint8: nearest, ties to even, saturated; NaN is 0x7F."""
-    if CODEC == E4M3_HARDWARE and INTERPRETED:
-        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    elif CODEC == E4M3_HARDWARE and x.numel > 1:
-        # Before 3.9, Triton's own cast for sm_89 goes through fp16, and so rounds twice.
-        code = tl.inline_asm_elementwise(
-            "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,r,r",
-            [x], dtype=tl.uint8, is_pure=True, pack=2,
-        )  # fmt: skip
+    if CODEC == E4M3_HARDWARE and (INTERPRETED or x.numel > 1):
+        code = e4m3_codes(x)
     else:
         bits = x.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF

@@ -16,6 +16,7 @@ import torch
 
 from mrv1.device import device_info
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.e4m3 import e4m3_codes
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.quantized import QuantizedWeight
@@ -63,7 +64,7 @@ def _quantize_tokens_kernel(
         scale = tl.where(scale == 0, 1.0, scale)
     else:
         scale = tl.zeros([GROUPS, 1], tl.float32) + tl.load(scale_ptr)
-    code = tl.clamp(tl.div_rn(x, scale), -LARGEST, LARGEST).to(tl.float8e4nv)
+    code = e4m3_codes(tl.div_rn(x, scale)).to(tl.float8e4nv, bitcast=True)
     tl.store(codes_ptr + token * IN + col, code, mask=col < IN)
     tl.store(scales_ptr + group * stride_scale_group + token, scale, mask=group * GROUP < IN)
 
@@ -88,7 +89,7 @@ def quantize_tokens(
 
     ``scale`` is ``[1]`` float32, of all tokens; None = of each group of a token (0 = all its
     inputs) the one by which its largest element becomes 448. Codes are rounded to nearest, and
-    clamped; scales have unit first stride.
+    clamped; of NaN they are NaN. Scales have unit first stride.
     """
     num_tokens, num_in = x.shape
     tile_groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
