@@ -27,7 +27,7 @@ from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_CAPABILITY
-from mrv1.kernels.layers.quantized import quantized_path
+from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, quantized_path, quantizes_tokens
 from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
@@ -151,7 +151,15 @@ def fp8_use(device: torch.device | None) -> dict[str, str]:
 
 def quantized_use(device: torch.device | None) -> dict[str, str]:
     """Return how products read quantized weights on ``device``."""
-    return {} if device is None else {"quantized weights": quantized_path(device)}
+    if device is None:
+        return {}
+    how = quantized_path(device)
+    if quantizes_tokens(device, torch.bfloat16, "token"):
+        how += (
+            f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too where a checkpoint "
+            'in bfloat16 quantizes inputs, and with quantization="fp8"'
+        )
+    return {"quantized weights": how}
 
 
 def _embedded_model() -> dict[str, Any]:

@@ -11,8 +11,9 @@ import torch
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadGroups, HeadPolicy
-from mrv1.kernels.layers.quantized import quantized_path
+from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, quantized_path, quantizes_tokens
 from mrv1.models import DecoderModel, ModelConfig
+from mrv1.models.quantization import Quantization
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
 _PATHS: dict[KernelPath, str] = {
@@ -166,9 +167,8 @@ def describe_runner(
     """
     dtype = str(model.dtype).removeprefix("torch.")
     if model.config.quantization is not None:
-        quantization = model.config.quantization
-        how = quantized_path(model.device, of_experts=quantization.needs_stacks)
-        dtype += f", {quantization.describe()} ({how})"
+        how = describe_products(config, model.config.quantization, model.device, model.dtype)
+        dtype += f", {model.config.quantization.describe()} ({how})"
     if path == "reference":
         count = torch.get_num_threads()
         dtype += f", {count} thread{'s' * (count > 1)}"
@@ -183,6 +183,20 @@ def describe_runner(
         f"({nbytes / 2**20:.1f} MiB), {graphs}{_describe_rope(model.config)}"
         f"{_describe_adapters(model)}"
     )
+
+
+def describe_products(
+    config: EngineConfig, quantization: Quantization, device: torch.device, dtype: torch.dtype
+) -> str:
+    """Return how products read quantized weights, and whether they quantize tokens."""
+    as_values = config.deterministic or dtype.itemsize > 2
+    how = quantized_path(device, of_experts=quantization.needs_stacks, as_values=as_values)
+    if as_values:
+        return how
+    kinds = {form.activations for form in quantization.formats}
+    if any(quantizes_tokens(device, dtype, kind) for kind in kinds):
+        how += f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too"
+    return how
 
 
 def _describe_adapters(model: DecoderModel) -> str:

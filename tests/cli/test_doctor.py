@@ -16,6 +16,7 @@ from mrv1 import LLM, ConfigError, UnsupportedDeviceError, __version__, device, 
 from mrv1.cli import facts
 from mrv1.device import DeviceInfo, choose_fp8_path, kernel_path, resolve_device
 from mrv1.environment import VARIABLES
+from mrv1.kernels.layers import quantized
 from tests.cli.conftest import Mrv1
 
 REPO = Path(__file__).resolve().parents[2]
@@ -79,6 +80,18 @@ def test_the_kernels_of_prefill_are_reported(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(facts, "device_info", lambda _: _gpu(capability))
     assert facts.prefill_use(torch.device("cuda", 0)) == {"prefill attention": said}
     assert facts.prefill_use(None) == {}
+
+
+@pytest.mark.parametrize(("capability", "quantizes"), [((8, 6), False), ((8, 9), True)])
+def test_the_products_of_quantized_weights_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capability, quantizes
+):
+    monkeypatch.setattr(quantized, "INTERPRET", False)
+    monkeypatch.setattr(quantized, "device_info", lambda _: _gpu(capability))
+    said = facts.quantized_use(torch.device("cuda", 0))["quantized weights"]
+    assert said.startswith("read as stored for up to 64 tokens, widened for more")
+    assert ("more than 32 tokens are quantized to e4m3 too" in said) == quantizes
+    assert facts.quantized_use(None) == {}
 
 
 def test_the_report_fits_on_one_screen(mrv1: Mrv1, monkeypatch: pytest.MonkeyPatch):

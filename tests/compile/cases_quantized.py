@@ -12,10 +12,10 @@ from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kern
 from mrv1.kernels.layers.linear_codes import LINE, ROOMY, CodesConfig, _linear_codes_kernel
 from mrv1.kernels.layers.linear_scaled import (
     BLOCK,
-    CAPABILITY,
     _quantize_tokens_kernel,
     tokens_config,
 )
+from mrv1.kernels.layers.quantized import E4M3_CAPABILITY
 from mrv1.testing.aot import AotCase, Target, pointer
 
 
@@ -94,7 +94,7 @@ def cases(target: Target) -> list[AotCase]:
             _quantize_tokens(target, num_in, inputs_per_scale, is_static=is_static)
             for num_in in (2880, 14336)
             for inputs_per_scale, is_static in ((0, False), (0, True), (BLOCK, False))
-            if target.capability >= CAPABILITY
+            if target.capability >= E4M3_CAPABILITY
         ),
         *widening,
     ]

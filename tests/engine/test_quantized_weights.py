@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from mrv1 import LLM, ConfigError, SamplingParams
-from mrv1.models import checkpoint_places, memory_of
+from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams
+from mrv1.device import DeviceInfo
+from mrv1.kernels.layers import quantized
+from mrv1.models import ModelConfig, checkpoint_places, memory_of
 from mrv1.runner.ranks import control, parallel_runner
+from mrv1.runner.report import describe_products
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
 from tests.models.quantized import SCHEMES, save_compressed
 from tests.models.test_fp8_checkpoints import save_fp8, with_rounded_rows
@@ -150,3 +153,30 @@ def test_the_banner_names_the_quantization(tmp_path: Path, caplog: pytest.LogCap
         "compressed-tensors: INT4 weights, a scale per group of 16 inputs, zero points ("
         in caplog.text
     )
+
+
+@pytest.mark.parametrize("method", ["static", "online", "int4"])
+def test_the_banner_says_whether_tokens_are_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    save(tmp_path, method, 0)
+    name = "fp8" if method == "online" else None
+    quantization = ModelConfig.from_pretrained(tmp_path, quantization=name).quantization
+    assert quantization is not None
+    gpu = DeviceInfo(
+        device=torch.device("cuda", 0), name="GPU X", capability=(9, 0), num_sms=132,
+        total_memory_bytes=2**36,
+    )  # fmt: skip
+    monkeypatch.setattr(quantized, "INTERPRET", False)
+    monkeypatch.setattr(quantized, "device_info", lambda _: gpu)
+
+    def said(dtype: torch.dtype, *, deterministic: bool = False) -> str:
+        config = EngineConfig(model=str(tmp_path), deterministic=deterministic)
+        return describe_products(config, quantization, gpu.device, dtype)
+
+    more = "; more than 32 tokens are quantized to e4m3 too"
+    stored = "read as stored for up to 64 tokens, widened for more"
+    assert said(torch.bfloat16) == stored + ("" if method == "int4" else more)
+    assert said(torch.float16) == stored
+    assert said(torch.float32) == "widened for each product by a kernel"
+    assert said(torch.bfloat16, deterministic=True) == said(torch.float32)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from mrv1 import kernels
 from mrv1.device import device_info
 from mrv1.kernels import reference
-from mrv1.kernels.layers.linear_scaled import CAPABILITY, quantize_tokens
+from mrv1.kernels.layers.linear_scaled import quantize_tokens
+from mrv1.kernels.layers.quantized import E4M3_CAPABILITY
 from tests.kernels.elementwise import SENTINEL, assert_gaps_untouched, seeds
 from tests.kernels.linear_layers import FEATURES, linear_arguments
 from tests.kernels.quantized_weights import random_weight
@@ -42,7 +43,7 @@ def codes_of(x, scale=None, group=0):
     seed=seeds,
 )
 def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed):
-    if device.type == "cuda" and (device_info(device).capability or (0, 0)) < CAPABILITY:
+    if device.type == "cuda" and (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, num_in + 8, generator=generator) * 3
@@ -63,7 +64,7 @@ def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed)
 @pytest.mark.gpu_only
 @pytest.mark.parametrize("is_static", [False, True])
 def test_nan_stays_in_its_row(device, is_static):
-    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+    if (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     weight = random_weight("e4m3_row", 96, 512, torch.bfloat16, seed=0, device=device)
     scale = torch.full((1,), 0.02, device=device) if is_static else None
@@ -89,7 +90,7 @@ def test_nan_stays_in_its_row(device, is_static):
 def test_products_are_those_of_quantized_tokens(
     device, kind, num_tokens, features, is_static, seed
 ):
-    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+    if (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     arguments = linear_arguments(num_tokens, 512, 128, torch.bfloat16, device, features, seed)
     num_rows = len(arguments["weight"])
@@ -123,7 +124,7 @@ def test_products_are_those_of_quantized_tokens(
 
 @pytest.mark.gpu_only
 def test_results_go_where_they_are_wanted(device):
-    if (device_info(device).capability or (0, 0)) < CAPABILITY:
+    if (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     weight = random_weight("e4m3_row", 96, 512, torch.bfloat16, seed=0, device=device)
     weight = replace(weight, activations="token")

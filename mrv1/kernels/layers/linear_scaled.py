@@ -14,23 +14,13 @@ from __future__ import annotations
 
 import torch
 
-from mrv1.device import device_info
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.e4m3 import e4m3_codes
-from mrv1.kernels._base.triton import INTERPRET, tl, triton
+from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, QuantizedWeight, quantizes_tokens
 
 LARGEST = tl.constexpr(448.0)
-MOST_TOKENS = 32
-"""Most tokens that are not quantized. On an H100 the four products of an 8B layer take 115 us at
-32 tokens as they are, 183 us at 64; quantized, 133 us at 64, where bfloat16 takes 168 us."""
-CAPABILITY = (8, 9)
-"""The first compute capability with products of e4m3."""
-BLOCKS_CAPABILITY = (9, 0)
-"""The one for which the library has products of blocks."""
-BLOCKS_CUDA = (12, 9)
-"""The first version of CUDA whose library has them."""
 BLOCK = 128
 """Rows and inputs of a block."""
 BLOCK_TOKENS = 4
@@ -107,22 +97,19 @@ def quantize_tokens(
 
 def multiplies_scaled(call: LinearCall, weight: QuantizedWeight) -> bool:
     """Return whether tokens are quantized for a product by this weight."""
-    if INTERPRET or weight.activations is None or call.num_tokens <= MOST_TOKENS:
+    if call.num_tokens <= MOST_PLAIN_TOKENS or call.order is not None:
         return False
-    if call.order is not None or {call.x.dtype, call.out.dtype} != {torch.bfloat16}:
+    if call.out.dtype != call.x.dtype:
         return False
-    if torch.version.hip is not None or weight.num_in % ALIGNED or weight.shape[0] % ALIGNED:
+    if weight.num_in % ALIGNED or weight.shape[0] % ALIGNED:
         return False
-    capability = device_info(call.x.device).capability
-    if weight.activations == "group":
-        return capability == BLOCKS_CAPABILITY and _has_blocks(weight)
-    return capability is not None and capability >= CAPABILITY
+    if weight.activations == "group" and not _fits_blocks(weight):
+        return False
+    return quantizes_tokens(call.x.device, call.x.dtype, weight.activations)
 
 
-def _has_blocks(weight: QuantizedWeight) -> bool:
+def _fits_blocks(weight: QuantizedWeight) -> bool:
     """Return whether the library takes the weight's blocks of scales."""
-    if tuple(map(int, (torch.version.cuda or "0").split("."))) < BLOCKS_CUDA:
-        return False
     is_square = weight.rows_per_scale == weight.inputs_per_scale == BLOCK
     return is_square and weight.num_in % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0
 
