@@ -152,7 +152,7 @@ BAD_LINES = [
     (
         '{"prompt_token_ids": [1], "sampling_params": {"structured_outputs": {"rex": "a"}}}',
         "structured_outputs: expected one of json, regex, choice, grammar, json_object, "
-        "disable_any_whitespace, disable_additional_properties, whitespace_pattern; got ['rex",
+        "disable_any_whitespace, disable_additional_properties, whitespace_pattern; got 'rex'",
     ),
     (
         '{"prompt_token_ids": [1], "sampling_params": {"structured_outputs": {"regex": 3}}}',
