@@ -29,13 +29,12 @@ from safetensors.torch import save_file
 
 from benchmarks.engines.checkpoint import raw_config
 from benchmarks.engines.sample import Sample, run_once
-from benchmarks.measure.options import parse_script, script_parser
+from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.speculation import check, successor_model
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
 from mrv1.engine import EngineCore
 from mrv1.models import DecoderModel, ModelConfig
-from mrv1.provenance import provenance
 from mrv1.runner.draft_layer import DraftLayer
 from mrv1.runner.staging import Staged
 from mrv1.sampler import SamplingParams
@@ -226,27 +225,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     device = resolve_device(options.device)
     torch.manual_seed(0)
-    result = {
-        "op": "draft heads",
-        "schema": 1,
-        "shape": options.shape,
-        "weights": "random, with a permutation of the embeddings as the head; EAGLE-3 random",
-        **provenance(device, options.commit),
-        "conditions": {
-            "method": "eagle3",
-            "num_tokens": options.num_tokens,
-            "acceptance": options.acceptance,
-            "prompt_tokens": PROMPT_TOKENS,
-            "output_tokens": options.output_tokens,
-            "sampling": "greedy, end-of-sequence ignored",
-            "value": "tokens after each request's first / their time; both engines in turns",
-            "repeats": options.repeats,
-            "warm_up_runs": 1,
-            "clocks": "as found, not locked",
-        },
-        "results": measure(options, device),
+    conditions = {
+        "method": "eagle3",
+        "num_tokens": options.num_tokens,
+        "acceptance": options.acceptance,
+        "prompt_tokens": PROMPT_TOKENS,
+        "output_tokens": options.output_tokens,
+        "sampling": "greedy, end-of-sequence ignored",
+        "value": "tokens after each request's first / their time; both engines in turns",
+        "warm_up_runs": 1,
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        options, device, "draft heads", shape=options.shape,
+        weights="random, with a permutation of the embeddings as the head; EAGLE-3 random",
+        conditions=conditions, results=measure(options, device),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ rotate, so none is in L2 when it is read again. Needs a GPU with bfloat16.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,13 +22,12 @@ from typing import Any
 import torch
 
 from benchmarks.measure.floor import copy_bandwidth
-from benchmarks.measure.options import parse_script, script_parser
+from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from benchmarks.products import products
 from mrv1 import kernels
 from mrv1.device import resolve_device
 from mrv1.kernels import Adapters, LoraMatrices, reference
-from mrv1.provenance import provenance
 
 SHAPE = "llama3-8b"
 TOKENS = (1, 8, 32, 64)
@@ -193,25 +191,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{row['allowed_share']:.0%}\n"
             )
             sys.stdout.flush()
-    result = {
-        "op": "lora",
-        "schema": 1,
-        "dtype": "bfloat16",
-        **provenance(device, options.commit),
-        "conditions": {
-            "shape": SHAPE,
-            "adapters": options.adapters,
-            "rank": options.rank,
-            "sets": NUM_SETS,
-            "repeats": options.repeats,
-            "timer": "CUDA graph of a layer's four products, two sets of weights in turns",
-            "data": "random weights and adapters",
-            "clocks": "as found, not locked",
-        },
-        "copy_bandwidth": copy_bandwidth(device),
-        "results": rows,
+    conditions = {
+        "shape": SHAPE,
+        "adapters": options.adapters,
+        "rank": options.rank,
+        "sets": NUM_SETS,
+        "timer": "CUDA graph of a layer's four products, two sets of weights in turns",
+        "data": "random weights and adapters",
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        options, device, "lora", dtype="bfloat16", copy_bandwidth=copy_bandwidth(device),
+        conditions=conditions, results=rows,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

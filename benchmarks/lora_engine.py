@@ -11,7 +11,6 @@ for every linear module of every layer.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.engines.sample import Sample, run_once
-from benchmarks.measure.options import parse_script, script_parser
+from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.measure.shapes import shape_config
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
@@ -31,7 +30,6 @@ from mrv1.models import DecoderModel, ModelConfig, random_model
 from mrv1.models.lora import StoredAdapter, StoredPart
 from mrv1.models.lora.stored import PLACES
 from mrv1.models.weights import part_rows
-from mrv1.provenance import provenance
 from mrv1.sampler import SamplingParams
 
 VARIANTS = ("plain", "none", "one", "each")
@@ -162,26 +160,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     device = resolve_device(options.device)
     torch.manual_seed(0)
-    result = {
-        "op": "lora engine",
-        "schema": 1,
-        "shape": options.shape,
-        "weights": "random",
-        **provenance(device, options.commit),
-        "conditions": {
-            "adapters": options.adapters,
-            "rank": options.rank,
-            "prompt_tokens": PROMPT_TOKENS,
-            "output_tokens": options.output_tokens,
-            "sampling": "greedy, end-of-sequence ignored",
-            "value": "median of a run's decode steps, median of the runs; variants in turns",
-            "repeats": options.repeats,
-            "warm_up_runs": 1,
-            "clocks": "as found, not locked",
-        },
-        "results": measure(options, device),
+    conditions = {
+        "adapters": options.adapters,
+        "rank": options.rank,
+        "prompt_tokens": PROMPT_TOKENS,
+        "output_tokens": options.output_tokens,
+        "sampling": "greedy, end-of-sequence ignored",
+        "value": "median of a run's decode steps, median of the runs; variants in turns",
+        "warm_up_runs": 1,
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        options, device, "lora engine", shape=options.shape, weights="random",
+        conditions=conditions, results=measure(options, device),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

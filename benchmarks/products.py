@@ -10,7 +10,6 @@ compared with the first one's. Needs a GPU with bfloat16.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measure.options import parse_script, script_parser
+from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.measure.shapes import shape_config
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from mrv1.device import resolve_device
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
-from mrv1.provenance import provenance
 
 SHAPES = ("llama3-8b", "qwen3-0.6b")
 TOKENS = (64, 128, 256, 512, 1024, 1485, 1536, 2048, 4096, 8192)
@@ -168,21 +166,14 @@ def main(arguments: list[str] | None = None) -> None:
                     f"{found['tiles_over_library']:.2f} times as long\n"
                 )
                 torch.cuda.empty_cache()
-    result = {
-        "op": "products",
-        "schema": 1,
-        "dtype": "bfloat16",
-        **provenance(device, options.commit),
-        "conditions": {
-            "repeats": options.repeats,
-            "timer": "CUDA graph of launches on rotated buffers, events around a replay, variants "
-            "in turns",
-            "data": "normal",
-            "clocks": "as found, not locked",
-        },
-        "results": results,
+    conditions = {
+        "timer": "CUDA graph of launches on rotated buffers, events around a replay, variants in "
+        "turns",
+        "data": "normal",
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        options, device, "products", dtype="bfloat16", conditions=conditions, results=results
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks.measure.floor import copy_bandwidth
-from benchmarks.measure.options import parse_script, script_parser
+from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.measure.timing import WrongResultError, capture, measure
 from benchmarks.products import products
 from mrv1 import kernels
 from mrv1.device import resolve_device
 from mrv1.kernels import QuantizedWeight, reference
-from mrv1.provenance import provenance
 
 SHAPE = "llama3-8b"
 TOKENS = (1, 4, 8, 16, 32, 64)
@@ -280,24 +278,17 @@ def main(arguments: list[str] | None = None) -> None:
                 f"{row['contender']} {row['tokens']}: {row['us']:.1f} us, "
                 f"{row['share_of_copy_bandwidth']:.0%} of the copy bandwidth\n"
             )
-    result = {
-        "op": "quantized",
-        "schema": 1,
-        "dtype": "bfloat16",
-        **provenance(device, options.commit),
-        "conditions": {
-            "shape": SHAPE,
-            "group": GROUP,
-            "sets": NUM_SETS,
-            "repeats": options.repeats,
-            "timer": "CUDA graph of a layer's four products, two sets of weights in turns",
-            "data": "random codes",
-            "clocks": "as found, not locked",
-        },
-        "copy_bandwidth": copy_bandwidth(device),
-        "results": rows,
+    conditions = {
+        "shape": SHAPE,
+        "group": GROUP,
+        "sets": NUM_SETS,
+        "timer": "CUDA graph of a layer's four products, two sets of weights in turns",
+        "data": "random codes",
     }
-    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(
+        options, device, "quantized", dtype="bfloat16", copy_bandwidth=copy_bandwidth(device),
+        conditions=conditions, results=rows,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +15,7 @@ from mrv1.config import Dtype, LoadFormatName
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
+from mrv1.provenance import provenance
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -40,6 +42,29 @@ def parse_script(
     if not options.output.parent.is_dir():
         parser.error(f"output: expected an existing directory, got {options.output.parent}")
     return options
+
+
+def write_result(
+    options: argparse.Namespace,
+    device: torch.device,
+    op: str,
+    *,
+    conditions: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    **about: object,
+) -> None:
+    """Write the result of a ``parse_script``'s script, where and how it was measured with it."""
+    result = {
+        "op": op,
+        "schema": 1,
+        **about,
+        **provenance(device, options.commit),
+        "conditions": {
+            **conditions, "repeats": options.repeats, "clocks": "as found, not locked"
+        },
+        "results": results,
+    }  # fmt: skip
+    options.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

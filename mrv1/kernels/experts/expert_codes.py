@@ -17,19 +17,20 @@ import torch
 from mrv1.kernels._base.arithmetic import cdiv, next_power_of_2
 from mrv1.kernels._base.dependent_launch import let_next_start, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
+from mrv1.kernels.experts.few_pairs import own_pairs, pair_at
 from mrv1.kernels.layers.lanes import lane_rows, sum_of_warps
 from mrv1.kernels.layers.linear_call import Rows
 from mrv1.kernels.layers.linear_codes import (
     as_joined_operand,
+    begins_at_lanes,
     code_elements,
+    has_lanes_of_groups,
     load_codes,
     load_tokens,
 )
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import CODES, QuantizedWeight
 from mrv1.kernels.layers.silu import CLAMPED_SWIGLU, clamped_swiglu, silu
-from mrv1.kernels.layers.widening import Matrix, codes_per_element, dense_values
-
-_LAST = tl.constexpr(2**31 - 1)
+from mrv1.kernels.layers.widening import Matrix, dense_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +77,13 @@ def codes_config(
     """Return the configuration of few pairs; None = tiles have to widen this weight."""
     if not isinstance(weight, QuantizedWeight) or weight.dtype.itemsize != 2:
         return None
-    lane_in = 8 * codes_per_element(weight)
-    has_groups = weight.group % lane_in == 0 or weight.group >= weight.num_in
-    # Numbers are loaded once for the codes of a lane, see ``scaling_of`` of ``linear_codes``.
-    is_aligned = weight.num_in % lane_in == 0 and weight.codes.data_ptr() % 16 == 0
-    if torch.version.hip is not None or not (is_aligned and has_groups):
+    if torch.version.hip is not None:
+        return None
+    if not (begins_at_lanes(weight) and has_lanes_of_groups(weight)):
         return None
     if as_interpreted:
         return ExpertCodesConfig.for_interpreter(num_pairs, weight.shape[1])
     return ExpertCodesConfig.default_for(num_pairs, weight.shape[0])
-
-
-@triton.jit
-def _pair_of(is_own, lane, place):
-    """Return the index of the own pair at each of the 1-D places; -1 = there is none."""
-    rank = tl.cumsum(is_own, axis=0) - 1
-    hit = (rank[None, :] == place[:, None]) & (is_own[None, :] != 0)
-    return tl.max(tl.where(hit, lane[None, :], -1), axis=1)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"])
@@ -110,7 +101,7 @@ def _few_codes_kernel(
     stride_bias_out,
     alpha,  # of a ClampedSwiGLU, else None
     limit,
-    BY_PAIR: tl.constexpr,  # programs are of pairs, the first pair of an expert has all
+    BY_PAIR: tl.constexpr,  # see own_pairs
     PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, CODE: tl.constexpr,
     HARDWARE: tl.constexpr,  # see widen
     GROUP: tl.constexpr,  # inputs per scale
@@ -127,17 +118,7 @@ def _few_codes_kernel(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    lane = tl.arange(0, LANES)
-    ids = tl.load(ids_ptr + lane, mask=lane < num_pairs, other=-1)
-    index = tl.program_id(0)
-    expert = index
-    if BY_PAIR:
-        expert = tl.max(tl.where(lane == index, ids, -1), axis=0)
-    is_own = ((ids == expert) & (expert >= 0)).to(tl.int32)
-    count = tl.sum(is_own, axis=0)
-    if BY_PAIR:  # an earlier pair of the same expert has its own programs
-        before = tl.min(tl.where(is_own != 0, lane, _LAST), axis=0)
-        count = tl.where(before == index, count, 0)
+    expert, is_own, count = own_pairs(ids_ptr, num_pairs, BY_PAIR, LANES)
     if count == 0:
         return
     first_out = tl.program_id(1) * TILE_OUT
@@ -155,7 +136,7 @@ def _few_codes_kernel(
     col = first_out + tl.arange(0, TILE_OUT)[:, None]
     is_out = col < num_out
     for place in range(0, count, TILE_PAIRS):
-        pair = _pair_of(is_own, lane, place + tl.arange(0, TILE_PAIRS))
+        pair = pair_at(is_own, place, TILE_PAIRS)
         of_line = tl.reshape(pair, [TILE_PAIRS // 8, 1, 8])  # as lane_rows has them
         of_line = tl.broadcast_to(of_line, [TILE_PAIRS // 8, WARPS, 8])
         of_line = tl.reshape(of_line, [TILE_PAIRS * WARPS, 1]).to(tl.int64)
@@ -224,7 +205,7 @@ def multiply_few_codes(
     """
     *first, codes = tensors
     num_pairs, num_out = more[-2:]
-    per = 2 if options["CODE"] in ("e4m3", "int8") else 4
+    per = 2 * CODES[options["CODE"]].per_byte
     row_tiles = cdiv(num_out, config.tile_rows // (2 if options["GATED"] else 1))
     _few_codes_kernel[(num_pairs if by_pair else num_experts, row_tiles)](
         *(*first, codes.view(torch.int32), *more),

@@ -46,6 +46,7 @@ from mrv1.kernels.experts.expert_codes import (
     codes_config,
     multiply_few_codes,
 )
+from mrv1.kernels.experts.few_pairs import own_pairs, pair_at
 from mrv1.kernels.experts.sort_pairs import sort_pairs
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.quantized import QuantizedWeight
@@ -57,8 +58,6 @@ from mrv1.kernels.layers.widening import (
     dense_values,
     matrix_arguments,
 )
-
-_LAST = tl.constexpr(2**31 - 1)
 
 FEW_PAIRS = 256
 """Most pairs that a program looks through by itself."""
@@ -150,15 +149,6 @@ class ExpertConfig:
             num_warps=1,
             num_stages=1,
         )
-
-
-@triton.jit
-def _pair_at(is_own, lane, place, TILE: tl.constexpr):
-    """Return [TILE] indices of the own pairs that are ``place`` to ``place + TILE - 1``; -1."""
-    rank = tl.cumsum(is_own, axis=0) - 1 - place
-    wanted = tl.arange(0, TILE)
-    hit = (rank[None, :] == wanted[:, None]) & (is_own[None, :] != 0)
-    return tl.max(tl.where(hit, lane[None, :], -1), axis=1)
 
 
 @triton.jit
@@ -299,7 +289,7 @@ def _few_pairs_kernel(
     limit,
     scales_ptr,  # of codes, see Matrix; weight_ptr has the codes, and strides are not read
     zeros_ptr, mins_ptr, heads_ptr, high_ptr,
-    BY_PAIR: tl.constexpr,  # programs are of pairs, the first pair of an expert has all
+    BY_PAIR: tl.constexpr,  # see own_pairs
     PAIRS_PER_ROW: tl.constexpr, IN: tl.constexpr, GATED: tl.constexpr, TILE_PAIRS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_IN: tl.constexpr,
     LANES: tl.constexpr,  # power of two >= num_pairs
@@ -315,17 +305,7 @@ def _few_pairs_kernel(
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP)
-    lane = tl.arange(0, LANES)
-    ids = tl.load(ids_ptr + lane, mask=lane < num_pairs, other=-1)
-    index = tl.program_id(0)
-    expert = index
-    if BY_PAIR:
-        expert = tl.max(tl.where(lane == index, ids, -1), axis=0)
-    is_own = ((ids == expert) & (expert >= 0)).to(tl.int32)
-    count = tl.sum(is_own, axis=0)
-    if BY_PAIR:  # an earlier pair of the same expert has its own programs
-        before = tl.min(tl.where(is_own != 0, lane, _LAST), axis=0)
-        count = tl.where(before == index, count, 0)
+    expert, is_own, count = own_pairs(ids_ptr, num_pairs, BY_PAIR, LANES)
     first_out = tl.program_id(1) * TILE_OUT
     if CODE is None:
         weight_ptr += expert.to(tl.int64) * stride_weight_expert
@@ -334,7 +314,7 @@ def _few_pairs_kernel(
     for place in range(0, count, TILE_PAIRS):
         _multiply(
             out_ptr, x_ptr, stride_x_row, weight_ptr, stride_weight_half, stride_weight_row,
-            _pair_at(is_own, lane, place, TILE_PAIRS), first_out, num_out, None,
+            pair_at(is_own, place, TILE_PAIRS), first_out, num_out, None,
             expert, 0, bias_ptr, stride_bias_half, stride_bias_out, None, alpha, limit,
             scales_ptr, zeros_ptr, mins_ptr, heads_ptr, high_ptr,
             PAIRS_PER_ROW, IN, GATED, TILE_ROWS, TILE_IN, NUM_STAGES, PAIRS_FIRST,

@@ -478,15 +478,25 @@ def _linear_codes_kernel(
         tl.store(out_ptr + token * stride_out_token + col, y, mask=inside)
 
 
+def begins_at_lanes(weight: QuantizedWeight) -> bool:
+    """Return whether each row of codes begins at 16 bytes, those of a lane.
+
+    Numbers of "values" are loaded once for the eight elements of a lane: only then does Triton
+    give these to one lane.
+    """
+    is_aligned = weight.codes.data_ptr() % 16 == 0
+    return is_aligned and weight.num_in % (8 * codes_per_element(weight)) == 0
+
+
+def has_lanes_of_groups(weight: QuantizedWeight) -> bool:
+    """Return whether the codes of a lane share their numbers."""
+    return weight.group % (8 * codes_per_element(weight)) == 0 or weight.group >= weight.num_in
+
+
 def scaling_of(weight: QuantizedWeight) -> str | None:
     """Return where the kernel applies scales; None = it cannot multiply by this weight."""
-    per_element = codes_per_element(weight)
-    line_in, lane_in = 32 * per_element, 8 * per_element
-    # Numbers of "values" are loaded once for the eight elements of a lane: Triton gives these to
-    # one lane only where each row begins at 16 bytes.
-    is_aligned = weight.num_in % lane_in == 0 and weight.codes.data_ptr() % 16 == 0
     if weight.heads is not None:
-        return "values" if is_aligned else None
+        return "values" if begins_at_lanes(weight) else None
     has_exponents = weight.scales is not None and weight.scales.dtype == torch.uint8
     if (
         not has_exponents
@@ -495,10 +505,9 @@ def scaling_of(weight: QuantizedWeight) -> str | None:
     ):
         if weight.group >= weight.num_in and weight.code != "uint4":
             return "end"
-        if weight.group % line_in == 0:
+        if weight.group % (32 * codes_per_element(weight)) == 0:
             return "step"
-    has_groups = weight.group % lane_in == 0 or weight.group >= weight.num_in
-    return "values" if is_aligned and has_groups else None
+    return "values" if begins_at_lanes(weight) and has_lanes_of_groups(weight) else None
 
 
 def multiplies_codes(weight: QuantizedWeight) -> bool:

@@ -60,7 +60,7 @@ class ShrinkConfig:
         """
         split_in = max(LEAST_IN, triton.next_power_of_2(triton.cdiv(num_in, MOST_SPLITS)))
         splits = triton.next_power_of_2(triton.cdiv(num_in, split_in))
-        tile_in = min(split_in, 4096 // dtype.itemsize if dtype.itemsize == 2 else 256)
+        tile_in = min(split_in, 2048 if dtype.itemsize == 2 else 256)
         return cls(
             tile_tokens=TILE_TOKENS,
             tile_ranks=min(TILE_RANKS, max(8, triton.next_power_of_2(max_rank))),
