@@ -1,13 +1,14 @@
 """Measure the four products of an 8B layer with quantized weights, at a decode step's tokens.
 
-python -m benchmarks.quantized OUTPUT.json [--tokens 1,4,8,16,32,64] [--repeats 7]
+python -m benchmarks.quantized OUTPUT.json [--tokens 1,4,8,16,32,64] [--contenders NAME,NAME]
+                               [--repeats 7]
 
 One launch is the four products, one after the other; their weights rotate, so no weight is in L2
 when it is read again. Bytes are those of codes and scales (or of the plain matrix), and the share
 is of a measured copy's bandwidth. Beside mrv1's kernels: ``bfloat16``, mrv1's product with plain
 weights; ``scaled_mm``, torch's product of e4m3 with scales of tokens and rows, its tokens in codes
-before; ``marlin``, vLLM's int4 kernel, if vLLM is installed. Many ``e4m3 tokens`` become codes
-within the product. Needs a GPU with bfloat16.
+before; ``marlin``, vLLM's int4 kernel, if vLLM is installed. Many ``e4m3 tokens``, and those of
+``e4m3 token blocks``, become codes within the product. Needs a GPU with bfloat16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,10 +92,13 @@ def _random_e4m3(kind: str, num_in: int, num_out: int, device: torch.device) -> 
     codes = (torch.randn(num_out, num_in, device=device) * 64).to(torch.float8_e4m3fn)
     new = partial(QuantizedWeight, code="e4m3", codes=codes, dtype=torch.bfloat16)
     size = num_in**-0.5 / 64
-    if kind == "e4m3 blocks":
+    if kind.endswith("blocks"):
         blocks = -(-num_out // GROUP), -(-num_in // GROUP)
         scales = torch.full(blocks, size, device=device)
-        return new(rows_per_scale=GROUP, inputs_per_scale=GROUP, scales=scales)
+        return new(
+            rows_per_scale=GROUP, inputs_per_scale=GROUP, scales=scales,
+            activations="group" if kind == "e4m3 token blocks" else None,
+        )  # fmt: skip
     scales = torch.full((num_out, 1), size, device=device)
     return new(scales=scales, activations="token" if kind == "e4m3 tokens" else None)
 
@@ -181,6 +185,7 @@ def by_marlin(num_in: int, num_out: int, device: torch.device) -> Contender:
 
 MRV1 = (
     "e4m3", "int4", "e4m3 blocks", "mxfp4", "q8_0", "q4_1", "q4_k", "q4_0", "e4m3 tokens",
+    "e4m3 token blocks",
 )  # fmt: skip
 """Kinds of ``random_codes``."""
 CONTENDERS: dict[str, Callable[[int, int, torch.device], Contender]] = {
@@ -192,7 +197,11 @@ CONTENDERS: dict[str, Callable[[int, int, torch.device], Contender]] = {
 
 
 def measure_layer(
-    shapes: dict[str, tuple[int, int]], tokens: list[int], repeats: int, device: torch.device
+    shapes: dict[str, tuple[int, int]],
+    tokens: list[int],
+    repeats: int,
+    device: torch.device,
+    names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row for each contender and number of tokens; one that cannot run has its error.
 
@@ -201,7 +210,8 @@ def measure_layer(
     """
     rows: list[dict[str, Any]] = []
     bandwidth = copy_bandwidth(device)
-    for name, make in CONTENDERS.items():
+    for name in names or CONTENDERS:
+        make = CONTENDERS[name]
         try:
             sets = [[make(*shape, device) for shape in shapes.values()] for _ in range(NUM_SETS)]
             rows += [
@@ -260,6 +270,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = script_parser(__doc__, repeats=7)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
     return parse_script(parser, arguments)
 
 
@@ -269,7 +280,10 @@ def main(arguments: list[str] | None = None) -> None:
     device = resolve_device("cuda")
     torch.manual_seed(0)
     tokens = [int(each) for each in options.tokens.split(",")]
-    rows = measure_layer(products(SHAPE), tokens, options.repeats, device)
+    names = options.contenders.split(",")
+    if unknown := [name for name in names if name not in CONTENDERS]:
+        raise SystemExit(f"--contenders: expected some of {', '.join(CONTENDERS)}, got {unknown}")
+    rows = measure_layer(products(SHAPE), tokens, options.repeats, device, names)
     for row in rows:
         if "error" in row:
             sys.stdout.write(f"{row['contender']}: {row['error']}\n")

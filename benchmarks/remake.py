@@ -98,6 +98,13 @@ RECIPES: dict[str, Recipe] = {
         "--shape llama3-8b --quantization int4 --batch 1 --batch 8 --batch 32 --output-tokens 128",
         60,
     ),
+    "llama3-8b-fp8-engines": script("quantized_engines", 240, "vllm"),
+    "qwen3-30b-fp8-engines": script(
+        "quantized_engines", 300, "vllm",
+        options="--shape qwen3-30b-a3b --quantization fp8-block --batches 1,32 "
+        "--engines mrv1,vllm",
+    ),
+    "load-time": script("load_time", 110),
     "runner": bench("runner", "--shape qwen3-0.6b", 40),
     "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
     "timeline": script("timeline", 30),
@@ -235,6 +242,13 @@ RECIPES: dict[str, Recipe] = {
     "sampler": bench("sampler", "--rows 1,32,256 --repeats 6", 120),
     "all-reduce": replace(script("all_reduce", 30), gpus=2),
     "products": script("products", 80),
+    "quantized-blocks": Recipe(
+        (
+            "benchmarks.quantized", OUTPUT, "--tokens", "2048,8192",
+            "--contenders", "e4m3 token blocks,scaled_mm,bfloat16", "--commit", COMMIT,
+        ),
+        25,
+    ),
     "quantized": Recipe(
         (
             "benchmarks.quantized", OUTPUT, "--tokens", "1,4,8,16,32,64,256,2048,8192",

@@ -89,8 +89,17 @@ def write_config(
     if config.quantization is not None:
         raw["quantization_config"] = {"quant_method": config.quantization.method}
     if quantization is not None:
-        raw["quantization_config"] = QUANTIZATIONS[quantization]
+        raw["quantization_config"] = _quantization(config, quantization)
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+
+
+def _quantization(config: ModelConfig, name: BenchQuantization) -> dict[str, object]:
+    """Return what ``config.json`` says of a shape's codes; routers have none."""
+    raw = QUANTIZATIONS[name]
+    key = "ignore" if "ignore" in raw else "modules_to_not_convert"
+    layers = config.experts.layers if config.experts is not None else ()
+    routers = [f"model.layers.{i}.mlp.gate" for i, routes in enumerate(layers) if routes]
+    return {**raw, key: ["lm_head", *routers]}
 
 
 def raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:

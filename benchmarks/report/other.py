@@ -18,6 +18,9 @@ ABOUT = {
     "accuracy-linear": "errors of float32 `linear` over torch's, before and after its sum of "
     "steps was compensated",
     "lora": "products of an 8B layer with adapters beside those without",
+    "load-time": "seconds until weights are on the device, in full precision and as int4 codes",
+    "llama3-8b-fp8-engines": "whole engines with e4m3 weights, and vLLM in full precision",
+    "qwen3-30b-fp8-engines": "whole engines with e4m3 weights in blocks of 128 x 128",
     "grammars": "keywords of JSON schemas and times of two grammar engines",
     "smollm2": "SmolLM2's log-probabilities against float32 transformers, by dtype and cache",
     "sanitize": "compute-sanitizer's findings, op by op",
