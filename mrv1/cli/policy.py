@@ -29,7 +29,7 @@ app = typer.Typer(
 
 SOURCE_HELP = (
     "A rule such as ratio=0.5,window=256,sink=64, a JSON file, or the folder of a DuoAttention "
-    "pattern or of a checkpoint with FastDeploy's fields."
+    "pattern or of a checkpoint with FastDeploy's or RTPurbo's fields."
 )
 Model = Annotated[
     str | None,

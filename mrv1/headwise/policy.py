@@ -1,12 +1,14 @@
 """Head policies: which tokens each KV head of each layer sees, and the forms a policy comes in.
 
 Sources: FastDeploy's pull request 7718 for the ratio and its rounding; DuoAttention
-(arXiv:2410.10819) for pattern files.
+(arXiv:2410.10819) for pattern files; Alibaba's RTP-LLM (``cuda_headwise_impl/headwise.py``) for
+RTPurbo's field.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -20,9 +22,15 @@ from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import HeadRole
 
+logger = logging.getLogger(__name__)
+
 VERSION = 1  # version of the JSON form
 KEYS = ("version", "heads")  # keys of the JSON form, an object that holds lists
 DUO_ATTENTION_TABLE = "full_attention_heads.tsv"  # weights; sizes are in ``config.json``
+FASTDEPLOY_FIELD, RTPURBO_FIELD = "head_wise_swa_ratio", "headwise_config"
+"""The field of ``config.json`` that says that a checkpoint has a policy."""
+RTPURBO_SIZES = {"sink_token_num": 4, "swa_token_num": 8192, "seqlen_threshold": 16_384}
+"""Sizes in ``headwise_config``, with the values that RTP-LLM takes where one is missing."""
 
 
 class Visible(NamedTuple):
@@ -100,6 +108,44 @@ def _is_visible(seen: object) -> bool:
     if not isinstance(seen, Visible):
         return False
     return _is_int(seen.window, -1) and _is_int(seen.sink, 0) and (seen.window > 0 or seen == FULL)
+
+
+def _rtpurbo_query_heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int) -> int:
+    """Return the query heads of a layer; ConfigError: the checkpoint is for another model."""
+    text: Any = config if "num_attention_heads" in config else config.get("text_config")
+    if not isinstance(text, Mapping):
+        text = {}
+    for name, expected in (
+        ("num_hidden_layers", num_layers),
+        ("num_key_value_heads", num_kv_heads),
+    ):
+        got = text.get(name)
+        _expect(got in (None, expected), name, f"{expected}, as the model has", got)
+    number = text.get("num_attention_heads")
+    is_multiple = _is_int(number, 1) and number % num_kv_heads == 0
+    of_heads = f"a multiple of {num_kv_heads} KV heads beside {RTPURBO_FIELD}"
+    _expect(is_multiple, "num_attention_heads", of_heads, number)
+    return int(number)
+
+
+def _check_rtpurbo(fields: Any, num_layers: int, num_q_heads: int) -> None:  # noqa: ANN401
+    """Raise unless ``fields`` is the ``headwise_config`` of a model with so many query heads."""
+    _expect(isinstance(fields, Mapping), RTPURBO_FIELD, "an object", fields)
+    layers = [f"{layer}" for layer in range(num_layers)]
+    unknown = [key for key in fields if key not in layers and key not in RTPURBO_SIZES]
+    known = f"no keys but 0 to {num_layers - 1}, for the layers, and {[*RTPURBO_SIZES]}"
+    _expect(not unknown, RTPURBO_FIELD, known, unknown)
+    for name, default in RTPURBO_SIZES.items():
+        size = fields.get(name, default)
+        is_size = _is_int(size, 0) and size < INT32_MAX  # a window has one token more
+        expected = f"an integer from 0 to {INT32_MAX - 1}"
+        _expect(is_size, f"{RTPURBO_FIELD}, {name}", expected, size)
+    for layer in layers:
+        heads = fields.get(layer)
+        is_list = isinstance(heads, list | tuple) and len(heads) == num_q_heads
+        is_list = is_list and all(_is_int(each, 0) and each <= 1 for each in heads)
+        expected = f"a 0 or 1 for each of {num_q_heads} query heads"
+        _expect(is_list, f"{RTPURBO_FIELD}, layer {layer}", expected, heads)
 
 
 def _check_heads(name: str, heads: Any) -> None:  # noqa: ANN401 - it may be anything
@@ -214,13 +260,19 @@ class HeadPolicy:
         for each layer. A period of 1, the default of FastDeploy's proposal (community pull request
         1364), means that no layer is full: its append attention gives every layer the window.
 
+        RTPurbo's field is ``headwise_config``, see ``of_rtpurbo``.
+
         Raises:
-            ConfigError: a field is missing, has a wrong type or is out of its range.
+            ConfigError: a field is missing, has a wrong type or is out of its range, or both forms
+                are there.
         """
-        ratio = config.get("head_wise_swa_ratio")
+        ratio, rtpurbo = config.get(FASTDEPLOY_FIELD), config.get(RTPURBO_FIELD)
+        if rtpurbo is not None:
+            _expect(ratio is None, RTPURBO_FIELD, f"no {FASTDEPLOY_FIELD} beside it", ratio)
+            return cls.of_rtpurbo(config, num_layers, num_kv_heads)
         if ratio is None:
             return None
-        _check_share("head_wise_swa_ratio", ratio)
+        _check_share(FASTDEPLOY_FIELD, ratio)
         if ratio == 0:
             return cls.full(num_layers, num_kv_heads)
         window: Any = config.get("window_size")
@@ -256,6 +308,48 @@ class HeadPolicy:
                 for layer, streams in zip(policy.heads, every, strict=True)
             )
         )
+
+    @classmethod
+    def of_rtpurbo(cls, config: Mapping[str, Any], num_layers: int, num_kv_heads: int) -> Self:
+        """Return the policy of an RTPurbo checkpoint, whose ``headwise_config`` RTP-LLM reads.
+
+        For each layer, by its number, it has a list with a 1 (retrieval) or 0 for each query head;
+        a KV head is full if any of its query heads is. The others see the current token,
+        ``swa_token_num`` before it and the first ``sink_token_num``. RTP-LLM leaves all heads full
+        in prompts below ``seqlen_threshold`` tokens, and in decodes of any length. Here heads
+        stream throughout; a warning says so where the threshold is more than the window.
+
+        Args:
+            config: a ``config.json``, with ``num_attention_heads`` beside the field.
+            num_layers: layers of the model.
+            num_kv_heads: KV heads of each layer, all ranks together.
+
+        Raises:
+            ConfigError: a list or a size is wrong, a key is unknown, or the checkpoint has other
+                numbers of layers or heads.
+        """
+        num_q_heads = _rtpurbo_query_heads(config, num_layers, num_kv_heads)
+        fields: Any = config[RTPURBO_FIELD]
+        _check_rtpurbo(fields, num_layers, num_q_heads)
+        sizes = {name: fields.get(name, default) for name, default in RTPURBO_SIZES.items()}
+        seen = Visible(sizes["swa_token_num"] + 1, sizes["sink_token_num"])
+        group = num_q_heads // num_kv_heads
+        policy = cls(
+            tuple(
+                tuple(
+                    FULL if any(fields[f"{layer}"][first : first + group]) else seen
+                    for first in range(0, num_q_heads, group)
+                )
+                for layer in range(num_layers)
+            )
+        )
+        if sizes["seqlen_threshold"] > seen.window and seen in policy.groups:
+            logger.warning(
+                "%s: seqlen_threshold=%d is not followed: in shorter contexts, too, heads that "
+                "stream see %d tokens and a sink of %d",
+                RTPURBO_FIELD, sizes["seqlen_threshold"], *seen,
+            )  # fmt: skip
+        return policy
 
     @classmethod
     def of_duo_attention(cls, folder: str | Path, *, sparsity: float = 0.5) -> Self:

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 
 from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
-from mrv1.headwise.policy import DUO_ATTENTION_TABLE, HeadPolicy
+from mrv1.headwise.policy import (
+    DUO_ATTENTION_TABLE,
+    FASTDEPLOY_FIELD,
+    RTPURBO_FIELD,
+    HeadPolicy,
+)
 
 
 class PolicySource(NamedTuple):
@@ -32,7 +37,7 @@ def policy_source(source: str) -> PolicySource:
     ``HeadPolicy.of_ratio``; ``sink`` (0) and ``full_layers_every`` (none) may be left out. Other
     texts are a path: of the JSON file that ``HeadPolicy.save`` writes, of a folder with a
     DuoAttention pattern (half of the heads stream), or of a checkpoint whose ``config.json`` has
-    FastDeploy's fields. A path that exists has precedence over a rule.
+    FastDeploy's fields or RTPurbo's. A path that exists has precedence over a rule.
 
     Raises:
         ConfigError: a setting is unknown, missing, given twice or out of its range, or a file
@@ -115,7 +120,9 @@ def _checkpoint(folder: Path) -> PolicySource:
     def policy(num_layers: int, num_kv_heads: int) -> HeadPolicy:
         found = HeadPolicy.of_config(config, num_layers, num_kv_heads)
         if found is None:
-            raise ConfigError(f"head_policy: expected head_wise_swa_ratio in {file}, got none")
+            raise ConfigError(
+                f"head_policy: expected {FASTDEPLOY_FIELD} or {RTPURBO_FIELD} in {file}, got none"
+            )
         return found
 
     return PolicySource(policy)

@@ -297,6 +297,34 @@ def test_a_checkpoint_or_the_environment_can_set_the_policy(checkpoint, tmp_path
         make_core(tmp_path, None)
 
 
+def test_a_checkpoint_of_rtpurbo_gives_memory_back(checkpoint, tmp_path):
+    """Its ``headwise_config`` in config.json, against the same policy given by the caller."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    for name in ("model.safetensors", "generation_config.json"):
+        if (checkpoint / name).exists():
+            (tmp_path / name).symlink_to(checkpoint / name)
+    group = raw["num_attention_heads"] // 2
+    fields = {
+        "sink_token_num": 16, "swa_token_num": 47, "seqlen_threshold": 48,
+        "0": [0] * group + [1] + [0] * (group - 1), "1": [0] * 2 * group,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"headwise_config": fields}))
+    seen = Visible(48, 16)
+    policy = HeadPolicy(((seen, FULL), (seen, seen)))
+    prompt, outputs = random_prompt(5, 300), []
+    for core in (make_core(tmp_path, None), make_core(checkpoint, policy)):
+        assert core.runner.head_policy == policy
+        request = core.add_request("a", prompt, greedy(100))
+        run(core)
+        outputs.append(request.output_token_ids)
+        full, streaming = core.kv_report()["groups"]
+        assert (full["num_heads"], streaming["num_heads"]) == (1, 3)
+        assert streaming["request_blocks"] < 300 // 16
+        usage = core.kv_report()
+        assert usage["peak_held_bytes"] < 25 * usage["block_bytes"]
+    assert outputs[0] == outputs[1]
+
+
 def test_without_recycling_all_heads_share_one_table(checkpoint):
     core = make_core(checkpoint, window_recycling=False)
     (group,) = core.kv_report()["groups"]

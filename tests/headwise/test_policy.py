@@ -63,6 +63,93 @@ def test_a_policy_is_read_from_the_fields_of_a_checkpoint():
         assert every_layer == HeadPolicy.of_ratio(4, 4, 0.25, window=32, sink=4)
 
 
+RTPURBO = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_hidden_layers": 2,
+    "headwise_config": {
+        "sink_token_num": 4, "swa_token_num": 31, "seqlen_threshold": 0,
+        "0": [0, 0, 1, 1, 0, 1], "1": [0, 0, 0, 0, 0, 0],
+    },
+}  # fmt: skip
+
+
+def rtpurbo(**fields):
+    """Return ``RTPURBO`` with other values in its field; None = the key is left out."""
+    merged = RTPURBO["headwise_config"] | fields
+    own = {key: value for key, value in merged.items() if value is not None}
+    return RTPURBO | {"headwise_config": own}
+
+
+def test_a_kv_head_of_rtpurbo_is_full_if_any_of_its_query_heads_is(caplog):
+    """RTP-LLM's window has ``swa_token_num`` tokens before the current one."""
+    seen = Visible(32, 4)
+    expected = HeadPolicy(((seen, FULL, FULL), (seen,) * 3))
+    assert HeadPolicy.of_config(RTPURBO, 2, 3) == expected
+    text = {name: value for name, value in RTPURBO.items() if name != "headwise_config"}
+    nested = {"text_config": text, "headwise_config": RTPURBO["headwise_config"]}
+    assert HeadPolicy.of_config(nested, 2, 3) == expected
+    defaults = rtpurbo(sink_token_num=None, swa_token_num=None)
+    policy = HeadPolicy.of_config(defaults, 2, 3)
+    assert policy.groups == (FULL, Visible(8193, 4))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("threshold", "swa", "is_said"),
+    [(16_384, 8192, True), (None, 8192, True), (8194, 8192, True), (8193, 8192, False)],
+)
+def test_a_threshold_that_makes_a_difference_is_said_not_to_be_followed(
+    caplog, threshold, swa, is_said
+):
+    HeadPolicy.of_config(rtpurbo(seqlen_threshold=threshold, swa_token_num=swa), 2, 3)
+    said = f"seqlen_threshold={threshold or 16_384} is not followed: .* see {swa + 1} tokens and a"
+    assert bool(re.search(said, caplog.text)) is is_said
+    caplog.clear()
+    full = {"0": [1] * 6, "1": [0, 1] * 3}
+    HeadPolicy.of_config(rtpurbo(seqlen_threshold=threshold, **full), 2, 3)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"1": None}, "layer 1: expected a 0 or 1 for each of 6 query heads, got None"),
+        ({"1": [0, 1, 0]}, r"layer 1: expected .* of 6 query heads, got \[0, 1, 0\]"),
+        ({"0": [0, 1, 0, 1, 0, 2]}, r"layer 0: expected .*, got \[0, 1, 0, 1, 0, 2\]"),
+        ({"0": [0, 1, 0, 1, 0, True]}, "layer 0: expected a 0 or 1 for each"),
+        ({"0": [0.0] * 6}, "layer 0: expected a 0 or 1 for each"),
+        ({"0": "010101"}, "layer 0: expected a 0 or 1 for each"),
+        ({"2": [0] * 6}, r"no keys but 0 to 1, for the layers, and .*, got \['2'\]"),
+        ({"swa_tokens": 8}, r"no keys but .*'swa_token_num'.*, got \['swa_tokens'\]"),
+        *(
+            ({name: value}, f"{name}: expected an integer from 0 to 2147483646, got {value!r}")
+            for name in ("sink_token_num", "swa_token_num", "seqlen_threshold")
+            for value in (-1, 4.0, True, "8", 2**31 - 1)
+        ),
+    ],
+)
+def test_the_field_of_rtpurbo_is_checked_and_named(fields, message):
+    with pytest.raises(ConfigError, match=f"^headwise_config(, |: expected ){message}"):
+        HeadPolicy.of_config(rtpurbo(**fields), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"headwise_config": [[0]]}, r"headwise_config: expected an object, got \[\[0\]\]"),
+        ({"head_wise_swa_ratio": 0.5}, "no head_wise_swa_ratio beside it, got 0.5"),
+        ({"num_attention_heads": 4}, "num_attention_heads: expected a multiple of 3 KV heads"),
+        ({"num_attention_heads": None}, "num_attention_heads: expected a multiple .* got None"),
+        ({"num_key_value_heads": 6}, "num_key_value_heads: expected 3, as the model has, got 6"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers: expected 2, as the model has, got 3"),
+    ],
+)
+def test_a_checkpoint_of_rtpurbo_for_another_model_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        HeadPolicy.of_config(RTPURBO | fields, 2, 3)
+
+
 def test_the_layer_windows_of_a_model_give_a_policy():
     policy = HeadPolicy.of_layer_windows([-1, 512, -1], 2)
     assert policy.heads == ((FULL,) * 2, (Visible(512),) * 2, (FULL,) * 2)

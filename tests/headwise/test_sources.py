@@ -114,7 +114,7 @@ def test_a_path_names_a_file_a_pattern_or_a_checkpoint(tmp_path, pattern, monkey
         (None, r"expected a DuoAttention pattern \(full_attention_heads\.tsv\) or a checkpoint"),
         ("{", "expected a DuoAttention pattern"),
         ("[1]", r"expected an object in .*config\.json, got \[1\]"),
-        ("{}", r"expected head_wise_swa_ratio in .*config\.json, got none"),
+        ("{}", r"expected head_wise_swa_ratio or headwise_config in .*config\.json, got none"),
         ('{"head_wise_swa_ratio": 0.5, "window_size": 0}', "window_size: expected an integer"),
     ],
 )
