@@ -78,6 +78,11 @@ TOGETHER = (
     "--gpu-memory-utilization 0.3 --kv-cache-memory-bytes 6000000000"
 )
 """Engines that fit the GPUs' memory together."""
+FEW_GRAPHS = (
+    "--vllm-graph-sizes 1,8,32,128,256 --gpu-memory-utilization 0.88 "
+    "--kv-cache-memory-bytes 6600000000"
+)
+"""What shortens vLLM's start: the sizes of the cells, and no search for the free memory."""
 BY_TURNS = "--modes vllm,mrv1 --cells 1x128,32x128,128x128"
 PREFILL = "--mode prefill --repeats 20"
 SHAPES = "--cells 1x8192,8x2048 --peers flash-attn-3"
@@ -159,17 +164,22 @@ RECIPES: dict[str, Recipe] = {
     "vllm-ernie-21b": bench(
         "vllm",
         "--shape ernie-21b-a3b --load-format dummy --modes vllm,mrv1 --output-tokens 128 "
-        "--cells 1x128,8x128,32x128,256x128 --repeats 5 --gpu-memory-utilization 0.88 "
-        "--kv-cache-memory-bytes 6600000000",
+        f"--cells 1x128,8x128,32x128,256x128 --repeats 3 {FEW_GRAPHS}",
         190, "vllm",
     ),
     "vllm-qwen3-30b": bench(
         "vllm",
         "--shape qwen3-30b-a3b --load-format dummy --modes vllm,mrv1 --output-tokens 128 "
-        "--cells 1x128,8x128,32x128,256x128,16x4000 --repeats 5 --gpu-memory-utilization 0.88 "
-        "--kv-cache-memory-bytes 6600000000",
+        f"--cells 1x128,8x128,32x128,256x128,16x4000 --repeats 3 {FEW_GRAPHS}",
         220, "vllm",
     ),
+    **{
+        f"{name}-generate": bench(
+            "generate",
+            f"--shape {shape} --batch 1 --batch 8 --batch 32 --batch 256 --output-tokens 128", 80,
+        )
+        for name, shape in (("ernie-21b", "ernie-21b-a3b"), ("qwen3-30b", "qwen3-30b-a3b"))
+    },
     # several GPUs
     **{f"ranks-8b-{gpus}": ranks("llama3-8b", TOGETHER, gpus, 220) for gpus in (2, 4)},
     **{f"ranks-70b-{gpus}": ranks("llama3-70b", BY_TURNS, gpus, 300) for gpus in (2, 4)},

@@ -13,7 +13,7 @@ from benchmarks.engines.vllm import MODES, VLLMBench, run_vllm
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import cell_rows, mode_rows
 from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
-from mrv1.cli.options import FieldsOf, command, words
+from mrv1.cli.options import FieldsOf, command, counts, words
 from mrv1.cli.results import check_target, write_result
 
 HELP = SHARED | {
@@ -26,11 +26,19 @@ HELP = SHARED | {
 }
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    return counts("vllm_graph_sizes", text) if text else ()
+
+
 @command
 def vllm(
     options: Annotated[
         dict[str, Any],
-        FieldsOf(cls=VLLMBench, help=HELP, parsers={"modes": words, "cells": cells}),
+        FieldsOf(
+            cls=VLLMBench,
+            help=HELP,
+            parsers={"modes": words, "cells": cells, "vllm_graph_sizes": _sizes},
+        ),
     ],
     shape: Shape = None,
     output: Output = None,

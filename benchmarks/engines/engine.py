@@ -81,8 +81,10 @@ class EngineBench(BenchOptions):
         """Where the weights come from, for the result."""
         if self.shape is None:
             return "checkpoint"
-        has_codes = self.quantization is not None or shape_config(self.shape).quantization
-        made_up = self.tensor_parallel_size > 1 or has_codes
+        config = shape_config(self.shape)
+        has_codes = self.quantization is not None or config.quantization is not None
+        # Those of experts are the ones that ``bench vllm`` gives to vLLM: active experts are equal.
+        made_up = self.tensor_parallel_size > 1 or has_codes or config.experts is not None
         return "dummy" if made_up else "random"
 
     def prompts(self, batch: int, vocab_size: int, run: int = 0) -> list[list[int]]:

@@ -93,6 +93,9 @@ class VLLMBench(CheckpointBench):
     start_together: bool = False
     """With ``in_turns``: start the processes of a round at the same time. Starts take longer then;
     give ``kv_cache_memory_bytes``, as an engine that measures its memory sees the others'."""
+    vllm_graph_sizes: tuple[int, ...] = ()
+    """Tokens of the steps that vLLM captures as CUDA graphs, for a shorter start; empty = its
+    default, about 50 sizes. Give the batches of the cells, and the tokens of their prompts."""
 
     def __post_init__(self) -> None:
         """Check the fields that vLLM does not check."""
@@ -106,6 +109,10 @@ class VLLMBench(CheckpointBench):
         if any(cell.shortest for cell in self.cells):
             raise ConfigError("cells: expected BATCHxPROMPT such as 32x128, got mixed lengths")
         self.check_least(output_tokens=2, repeats=1, rounds=1)
+        if any(size < 1 for size in self.vllm_graph_sizes):
+            raise ConfigError(
+                f"vllm_graph_sizes: expected counts >= 1, got {[*self.vllm_graph_sizes]}"
+            )
         if self.start_together and not self.in_turns:
             raise ConfigError("start_together: expected in_turns with it, got neither")
 
@@ -193,6 +200,7 @@ def run_vllm(bench: VLLMBench, say: Say = lambda _: None) -> dict[str, Any]:
             **({"made_up_weights": "the same for every mode"} if is_dummy else {}),
             **bench.engine_options(),
             "stream_interval": bench.output_tokens,
+            "vllm_graph_sizes": [*bench.vllm_graph_sizes] or "vLLM's default",
             "other_options": "each engine's defaults",
             "repeats": bench.repeats,
             "rounds": bench.rounds,
@@ -248,6 +256,8 @@ def _job(
     options |= {"device": bench.device} if is_ours else bench.vllm_options()
     if bench.load_format == "dummy" and not is_ours and "worker_cls" not in MODES[mode]:
         options |= {"load_format": MADE_UP}  # vLLM's model, with the same weights
+    if bench.vllm_graph_sizes and not is_ours:
+        options |= {"cudagraph_capture_sizes": [*bench.vllm_graph_sizes]}
     runs = range(bench.repeats + 1)
     return Job(
         engine=options | MODES[mode],

@@ -363,6 +363,14 @@ def test_mrv1_gets_its_own_options_and_vllm_those_of_vllm(processes: dict[str, A
     assert figures["kv_bytes"] == 2 * 2 * 1 * 64 * (8 + 2.5)
 
 
+def test_vllm_may_capture_few_sizes(processes: dict[str, Any]):
+    few = run_vllm(VLLMBench(**SMALL | {"modes": ("vllm", "mrv1")}, vllm_graph_sizes=(1, 8)))
+    jobs = processes["jobs"]
+    assert jobs["vllm"].engine["cudagraph_capture_sizes"] == [1, 8]
+    assert "cudagraph_capture_sizes" not in jobs["mrv1"].engine
+    assert few["conditions"]["vllm_graph_sizes"] == [1, 8]
+
+
 def test_processes_may_start_together(processes: dict[str, Any]):
     barrier = threading.Barrier(2, timeout=10)
 
@@ -565,6 +573,7 @@ def test_without_vllm_one_line_says_what_to_install(run_bench, monkeypatch: pyte
         ({"output_tokens": 1}, "output_tokens: expected >= 2, got 1"),
         ({"rounds": 0}, "rounds: expected >= 1, got 0"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected >= 1, got 0"),
+        ({"vllm_graph_sizes": (8, 0)}, r"vllm_graph_sizes: expected counts >= 1, got \[8, 0\]"),
         ({"start_together": True}, "start_together: expected in_turns with it"),
     ],
 )
