@@ -83,7 +83,7 @@ class EngineBench(BenchOptions):
             return "checkpoint"
         config = shape_config(self.shape)
         has_codes = self.quantization is not None or config.quantization is not None
-        # Those of experts are the ones that ``bench vllm`` gives to vLLM: active experts are equal.
+        # Those of experts are what ``bench vllm`` gives to vLLM: the same experts are active.
         made_up = self.tensor_parallel_size > 1 or has_codes or config.experts is not None
         return "dummy" if made_up else "random"
 
