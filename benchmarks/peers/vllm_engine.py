@@ -88,8 +88,19 @@ def first_tokens(engine: Any, prompts: Prompts) -> list[list[float]]:  # noqa: A
     return found
 
 
-def time_run(engine: Any, prompts: Prompts, output_tokens: int) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
+def time_run(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    prompts: Prompts,
+    output_tokens: int,
+    adapters: Sequence[Any] = (),
+) -> dict[str, Any]:
     """Return the seconds of one run.
+
+    Args:
+        engine: vLLM's ``LLMEngine``.
+        prompts: token ids; all are added at once.
+        output_tokens: of each request.
+        adapters: each prompt's ``LoRARequest`` or None; empty = none has one.
 
     Returns:
         ``first_s``, for each request the seconds until its first token; ``whole_s``, the seconds
@@ -98,7 +109,7 @@ def time_run(engine: Any, prompts: Prompts, output_tokens: int) -> dict[str, Any
     Raises:
         RuntimeError: a request has not its first token and then all others.
     """
-    run = _generate(engine, prompts, max_tokens=output_tokens)
+    run = _generate(engine, prompts, adapters, max_tokens=output_tokens)
     found = {tuple(len(part.token_ids) for _, part in parts) for parts in run}
     expected = (1, output_tokens - 1)
     if found != {expected}:
@@ -109,7 +120,12 @@ def time_run(engine: Any, prompts: Prompts, output_tokens: int) -> dict[str, Any
     }
 
 
-def _generate(engine: Any, prompts: Prompts, **options: Any) -> list[list[tuple[float, Any]]]:  # noqa: ANN401 - vLLM's
+def _generate(
+    engine: Any,  # noqa: ANN401 - vLLM's
+    prompts: Prompts,
+    adapters: Sequence[Any] = (),
+    **options: Any,  # noqa: ANN401 - as SamplingParams takes them
+) -> list[list[tuple[float, Any]]]:
     """Return each prompt's parts of the output, with the seconds since the first prompt came."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -123,7 +139,9 @@ def _generate(engine: Any, prompts: Prompts, **options: Any) -> list[list[tuple[
     parts: list[list[tuple[float, Any]]] = [[] for _ in prompts]
     start = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), {"prompt_token_ids": [*prompt]}, params)
+        adapter = adapters[index] if adapters else None
+        inputs = {"prompt_token_ids": [*prompt]}
+        engine.add_request(str(index), inputs, params, lora_request=adapter)
     while engine.has_unfinished_requests():
         for done in engine.step():
             part = (time.perf_counter() - start, done.outputs[0])
