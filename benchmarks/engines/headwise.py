@@ -281,7 +281,8 @@ def _student_t(degrees: int) -> float:
 def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
     """Enter all full blocks before a prompt's last token into the prefix cache.
 
-    A streaming group gets only the blocks that the next token sees, as after a computed prompt.
+    A streaming group gets only the blocks that the next token sees, as after a computed prompt,
+    whose digests the prefix cache remembers for a while.
 
     Raises:
         CapacityError: a pool has too few blocks.
@@ -289,7 +290,9 @@ def plant_prefix(core: EngineCore, prompt: Sequence[int]) -> None:
     pools = core.scheduler.pools
     num_blocks = (len(prompt) - 1) // pools.block_size
     digests: list[bytes] = []
-    extend_chain(digests, list(prompt[: num_blocks * pools.block_size]), pools.block_size)
+    cached = np.array(prompt[: num_blocks * pools.block_size], dtype=np.int32)
+    extend_chain(digests, cached, pools.block_size)
+    core.scheduler.prefix_cache.recent.keep(cached, b"", digests)
     for pool, seen in zip(pools, pools.keeps, strict=True):
         gone = seen.freed_blocks(num_blocks * pools.block_size, pools.block_size)
         wanted = [digest for index, digest in enumerate(digests) if index not in gone]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -78,6 +79,53 @@ def key_spans(
     return tuple(spans)
 
 
+class RecentChains:
+    """Digests of the prompts found last, for prompts that begin alike: hashing takes milliseconds.
+
+    A conversation's next turn, or the next question about a document, has a long prompt of which a
+    few tokens are new. Comparing 100,000 tokens takes 1/200 of the time of hashing them.
+    """
+
+    LEAST_TOKENS = 2048
+    """Tokens from which on a prompt is kept and compared."""
+    MOST_TOKENS = 1 << 21
+    """Tokens of all prompts that are kept; a token takes 8 bytes."""
+    MOST_CHAINS = 16
+    """Prompts that are kept, and that a new one is compared with."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chains: deque[tuple[bytes, Int32Array, list[bytes]]] = deque()
+        """Key, tokens and digests of each prompt, the latest first."""
+        self._num_tokens = 0
+
+    def start(self, token_ids: Int32Array, extra_key: bytes) -> list[bytes]:
+        """Return the digests of the leading blocks that the prompt shares with a known one."""
+        if len(token_ids) < self.LEAST_TOKENS:
+            return []
+        most, longest = 0, []
+        for key, known, digests in self._chains:
+            length = min(len(known), len(token_ids))
+            if key != extra_key or length <= most or known[most] != token_ids[most]:
+                continue
+            is_same = known[:length] == token_ids[:length]
+            count = length if is_same.all() else int(is_same.argmin())
+            if count > most:
+                most, longest = count, digests
+        return longest[: most // self._block_size]
+
+    def keep(self, token_ids: Int32Array, extra_key: bytes, digests: list[bytes]) -> None:
+        """Remember a prompt and its digests, which may grow but not change."""
+        if len(token_ids) < self.LEAST_TOKENS:
+            return
+        self._chains.appendleft((extra_key, token_ids, digests))
+        self._num_tokens += len(token_ids)
+        while len(self._chains) > 1 and (
+            self._num_tokens > self.MOST_TOKENS or len(self._chains) > self.MOST_CHAINS
+        ):
+            self._num_tokens -= len(self._chains.pop()[1])
+
+
 class PrefixCache:
     """Registers the full blocks of running requests, and finds them for waiting requests."""
 
@@ -85,12 +133,19 @@ class PrefixCache:
         self.is_enabled = is_enabled
         self._pools = pools
         self._slots = slots
+        self.recent = RecentChains(pools.block_size)
 
     def find(self, request: Request) -> list[list[int]]:
         """Return, per group, known blocks of the longest prefix without the last token."""
         if not self.is_enabled or request.lacks_prompt_logprobs:
             return [[] for _ in self._pools]
+        is_new = not request.block_digests and not request.key_spans
+        tokens = request.token_ids()
+        if is_new:
+            request.block_digests += self.recent.start(tokens, request.cache_key)
         self._extend_digests(request, request.num_tokens)
+        if is_new:
+            self.recent.keep(tokens, request.cache_key, request.block_digests)
         block_size = self._pools.block_size
         num_blocks = (request.num_tokens - 1) // block_size
 

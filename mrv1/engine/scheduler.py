@@ -66,12 +66,12 @@ class Scheduler:
         self._eos_token_ids = tuple(sorted(set(config.eos_token_ids)))
         self._next_step_id = 0
         self._slots = SlotTable(config.max_num_seqs, [group for group, _ in self.pools.streaming])
-        self._prefix_cache = PrefixCache(
+        self.prefix_cache = PrefixCache(
             self.pools, self._slots, is_enabled=config.enable_prefix_caching
         )
         self.adapter_slots = AdapterSlots(config.max_loras)
         self.admission = Admission(
-            config, self._slots, self.features, self._prefix_cache, self.adapter_slots
+            config, self._slots, self.features, self.prefix_cache, self.adapter_slots
         )
         self._start()
 
@@ -82,7 +82,7 @@ class Scheduler:
         self.adapter_slots.reset()
         self._budget = StepBudget(self._config, self._slots)
         self._batch = RunningBatch(
-            self.pools, self._slots, self._prefix_cache, has_head=self._config.num_head_drafts > 0
+            self.pools, self._slots, self.prefix_cache, has_head=self._config.num_head_drafts > 0
         )
         self.running = self._batch.requests  # running requests by id, in order of arrival
         self.admission.start(self.pools, self._batch)
@@ -161,7 +161,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; no block that was computed until now is shared again."""
-        self._prefix_cache.reset()
+        self.prefix_cache.reset()
         self.admission.readmit(self.admission.prefix_waits.reset())
 
     # --- one step -------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from mrv1 import StepError
 from mrv1.engine import prefix_cache
 from mrv1.engine.block_pool import BlockPool
 from mrv1.engine.head_pools import HeadPools
-from mrv1.engine.prefix_cache import extend_chain
+from mrv1.engine.prefix_cache import RecentChains, extend_chain
 from mrv1.engine.scheduler import Scheduler
 from mrv1.headwise import FULL, Visible
 from tests.engine.scheduler_model import (
@@ -219,6 +220,62 @@ def test_blocks_computed_before_a_request_ended_are_shared(how):
     assert scheduler.get("a") is None
     scheduler.add(make_request("b", prompt_of(40), max_tokens=5))
     assert scheduled(scheduler.schedule()) == {"b": 8}
+
+
+long_tokens = st.lists(st.integers(0, 1), max_size=40)
+
+
+@given(
+    prompts=st.lists(st.tuples(long_tokens, st.sampled_from([b"", b"k"])), max_size=6),
+    block_size=st.integers(1, 4), most=st.tuples(st.integers(1, 3), st.integers(1, 99)),
+    num_later=st.integers(0, 9),
+)  # fmt: skip
+def test_the_digests_of_a_prompt_that_begins_like_another_are_its_own(
+    prompts, block_size, most, num_later
+):
+    """Whatever was kept before, with other keys, and although the kept digests grow."""
+    chains = RecentChains(block_size)
+    chains.LEAST_TOKENS, (chains.MOST_CHAINS, chains.MOST_TOKENS) = 5, most
+    for token_ids, key in prompts:
+        array, expected = np.array(token_ids, dtype=np.int32), chain_of(token_ids, block_size, key)
+        digests = chains.start(array, key)
+        assert digests == expected[: len(digests)]
+        later = [2] * num_later
+        chains.keep(array, key, chain_of([*token_ids, *later], block_size, key))
+        if len(token_ids) >= 5:
+            assert chains.start(array, key) == expected
+        kept = [len(tokens) for _, tokens, _ in chains._chains]
+        assert len(kept) <= most[0]
+        assert sum(kept) == chains._num_tokens
+        assert sum(kept) <= most[1] or len(kept) == 1
+
+
+def test_a_prompt_that_begins_like_an_earlier_one_is_hashed_from_there(monkeypatch):
+    blocks: list[int] = []
+
+    def counted(chain, token_ids, block_size, *keys):
+        blocks.append(len(token_ids) // block_size)
+        extend_chain(chain, token_ids, block_size, *keys)
+
+    monkeypatch.setattr(prefix_cache, "extend_chain", counted)
+    monkeypatch.setattr(RecentChains, "LEAST_TOKENS", 32)
+    scheduler = caching_scheduler(max_steps_in_flight=1)
+    runner = make_runner(scheduler)
+    for prompt, expected in (
+        (prompt_of(40), [2]),
+        (prompt_of(40), []),
+        ((*prompt_of(40), 1, 2, 3, 4, 5, 6, 7, 8), [1]),
+        ((*prompt_of(24), *prompt_of(24, 7)), [2]),
+        (prompt_of(31), [1]),
+    ):
+        blocks.clear()
+        request = make_request("a", prompt, max_tokens=1, ignore_eos=True)
+        scheduler.add(request)
+        runner.execute(scheduler.schedule())
+        assert blocks == expected
+        assert request.block_digests == chain_of([*prompt], 16)
+        scheduler.update(runner.result())
+        drain(scheduler, runner)
 
 
 def test_digests_are_computed_only_when_a_request_is_looked_up_or_leaves(monkeypatch):
