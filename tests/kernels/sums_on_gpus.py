@@ -91,6 +91,25 @@ class Rank:
         torch.cuda.synchronize()
         assert torch.equal(total, counts.expand_as(total))
 
+    def come_late(self, hidden: int = 4096, rows: int = 256, num_calls: int = 64) -> None:
+        """Check that a rank that comes late is late once, and not in all sums that follow."""
+        buffers = AllReduceBuffers.allocate(self.memory, hidden, torch.bfloat16)
+        part = torch.ones(rows, hidden, dtype=torch.bfloat16, device=self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        kernels.all_reduce_norm(part, buffers)  # compiles
+        for late_rank in (None, *range(self.size)):
+            dist.barrier()
+            torch.cuda.synchronize()
+            start.record()
+            if late_rank == self.rank:
+                torch.cuda._sleep(10_000_000)  # about 5 ms
+            for _ in range(num_calls):
+                kernels.all_reduce_norm(part, buffers)
+            end.record()
+            torch.cuda.synchronize()
+            milliseconds = start.elapsed_time(end)
+            assert milliseconds < 30, f"{milliseconds} ms with rank {late_rank} late"
+
     def replay(self, hidden: int = 4096, rows: int = 5) -> None:
         """Check replays of a graph, between which there are other calls."""
         dtype = torch.bfloat16
@@ -133,6 +152,7 @@ def main(rank: int, size: int, port: int) -> None:
         for formats in FORMATS if hidden == 576 else FORMATS[:1]:
             ranks.call_each(hidden, *formats)
     ranks.replay()
+    ranks.come_late()
     ranks.call_many()
     dist.barrier()
     dist.destroy_process_group()

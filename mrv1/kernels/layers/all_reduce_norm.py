@@ -38,6 +38,7 @@ from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
+from mrv1.kernels._base.peer_flags import POLLS
 from mrv1.kernels._base.peers import PeerBuffer
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.contracts import (
@@ -50,8 +51,6 @@ from mrv1.kernels.layers.linear_splits import sum_of_splits
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
-POLLS = tl.constexpr(256)
-"""Polls between looks at the abort word, which is in host memory: a look takes microseconds."""
 MOST_REGISTERS = 64
 """Of a thread, with which two programs of 16 warps fit a multiprocessor."""
 LIMITED: tuple[tuple[int, int] | None, ...] = ((9, 0),)
