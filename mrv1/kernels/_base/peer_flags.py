@@ -18,8 +18,8 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 POLLS = tl.constexpr(1 if INTERPRET else 2**16)
 """Polls between two looks at the word for failures, which a GPU reads from the host's memory.
 
-Tens of milliseconds: if all programs of a launch look, that takes more than one. A rank that
-looked after a shorter wait would come late itself, the other would look in its next wait, and so on.
+Tens of milliseconds: a look of all programs of a launch takes more than one. A rank that looked
+after a shorter wait would come late itself, the other would look in its next wait, and so on.
 """
 
 
