@@ -277,6 +277,11 @@ class DeviceStep:
         )
 
     @property
+    def has_visual_experts(self) -> bool:
+        """Whether some tokens of prompts have experts for images."""
+        return self._visual_ids is not None
+
+    @property
     def is_capturable(self) -> bool:
         """Whether steps may run as CUDA graphs; not with FlashInfer, which plans on the host."""
         config = self.config

@@ -56,7 +56,8 @@ def gather(
 ) -> InputBatch:
     """Return the step's batch, which one kernel builds from the state of the slots.
 
-    ``visual_ids``: tokens of prompts that have experts for images, ``VisionConfig``'s.
+    ``visual_ids``: tokens of prompts that have experts for images, ``VisionConfig``'s; a step of
+    decodes has none, see ``StepShape.of``.
     """
     num_rows, num_tokens = shape.num_rows, shape.num_tokens
     num_groups, row_width = len(tables.sink), tables.block_tables.shape[1]
@@ -97,8 +98,8 @@ def gather(
         num_reqs=num_rows,
         features=features,
         adapter_slots=gathered.adapter_slots,
-        is_visual=visual_ids
-        if visual_ids is None
+        is_visual=None
+        if visual_ids is None or shape.query_len == 1
         else _visual_tokens(gathered.input_ids, shape, staged, slots, visual_ids),
         attn_mask_offsets=attn_mask_offsets,
     )

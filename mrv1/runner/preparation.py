@@ -152,9 +152,11 @@ class StepPreparation:
         masked = None
         if self.ranges.has_requests:
             masked = self.ranges.masked_rows(plan, num_before)
+        visual = step.state.visual_rows(plan, num_before)  # a step of decodes has no experts of it
+        prefilled = masked if visual is None else visual if masked is None else masked | visual
         shape = StepShape.of(
             plan.num_scheduled_tokens,
-            masked=masked,
+            prefilled=prefilled,
             has_drafts=any(plan.draft_token_ids) or plan.num_device_drafts > 0,
             samples=samples
             and not step.processors
@@ -175,7 +177,7 @@ class StepPreparation:
         if masked is None and step.staging.fits(upload) and (not is_heard or shape.query_len == 1):
             captured = step.graphs.fit(shape)
         slots = step.processors.without_refused(plan.slots)
-        return DeviceRows.of(plan, slots, shape, captured, masked)
+        return DeviceRows.of(plan, slots, shape, captured, prefilled, is_masked=masked is not None)
 
     def _may_pad_drafts(
         self, plan: StepPlan, masked: npt.NDArray[np.bool_] | None, query_len: int

@@ -175,10 +175,14 @@ def warm_up(step: DeviceStep) -> None:
     for lengths in (*steps, *parallel.union(prompts)):
         query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
-        _launch_padding(step, StepShape.of(query_lens), query_lens)
+        shapes = [StepShape.of(query_lens)]
+        if step.has_visual_experts:
+            shapes.append(StepShape.of(query_lens, prefilled=query_lens == 1))
+        for shape in dict.fromkeys(shapes):
+            _launch_padding(step, shape, query_lens)
     for lengths in parallel.union([[longest] for longest in _every_masked_prefill(step)]):
         query_lens = np.array(lengths, dtype=np.int32)
-        masked = StepShape.of(query_lens, masked=np.array([True]))
+        masked = StepShape.of(query_lens, prefilled=np.array([True]))
         _launch_padding(step, masked, query_lens, is_masked=True)
     # A prompt's log-probabilities need the logits of any number of tokens. Products have a kernel
     # for each range of numbers, and each range that has one ends at a power of two.

@@ -98,6 +98,9 @@ class RequestState:
         self.num_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self.num_computed_tokens_np = np.zeros(max_num_reqs, dtype=np.int32)
         self._uses_adapter_np = np.zeros(max_num_reqs, dtype=np.bool_)
+        self._visual_ids = () if vision is None else vision.expert_token_ids
+        self._visual_end_np = np.zeros(max_num_reqs, dtype=np.int32)
+        """The end of each request's prompt tokens with experts for images; 0 = it has none."""
         self._epochs_np = np.full(max_num_reqs, FREE, dtype=np.int32)
         self._held_np = self._epochs_np
         """The epochs before the requests of the last plan entered."""
@@ -173,6 +176,8 @@ class RequestState:
             self._req_ids[request.slot] = request.req_id
             self._is_drafting_np[request.slot] = False
             self._uses_adapter_np[request.slot] = request.adapter_slot >= 0
+            if self._visual_ids:
+                self._visual_end_np[request.slot] = self._visual_end(request)
             self._known_np[request.slot] = len(request.token_ids)
             self._pending_np[request.slot] = 0
             self._most_np[request.slot] = request.max_total_tokens
@@ -382,6 +387,16 @@ class RequestState:
                 self.num_tokens_np[slot] += len(tokens)
                 self.num_computed_tokens_np[slot] = self.num_tokens_np[slot] - 1
                 self._is_drafting_np[slot] = False
+
+    def _visual_end(self, request: SlotRequest) -> int:
+        prompt = np.asarray(request.token_ids[: request.prompt_len])
+        (places,) = np.isin(prompt, self._visual_ids).nonzero()
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def visual_rows(self, plan: StepPlan, num_before: Int32Array) -> npt.NDArray[np.bool_] | None:
+        """Return which rows may have tokens with experts for images; None = no row has any."""
+        rows: npt.NDArray[np.bool_] = num_before < self._visual_end_np[plan.slots]
+        return rows if rows.any() else None
 
     def use_adapters(self, plan: StepPlan) -> bool:
         """Return whether some request of the plan has an adapter."""

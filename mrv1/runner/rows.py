@@ -53,19 +53,19 @@ class StepShape:
         *,
         has_drafts: bool = False,
         samples: bool = True,
-        masked: BoolArray | None = None,
+        prefilled: BoolArray | None = None,
     ) -> Self:
         """Return the shape of a step with ``query_lens[i]`` tokens in row i, in any order.
 
-        ``samples``: a graph may draw too; ``masked`` (None = none): rows that the decode kernel
-        does not take even with one token, for their ranges of keys.
+        ``samples``: a graph may draw too; ``prefilled`` (None = none): rows that the decode kernel
+        does not take even with one token, for their ranges of keys or their experts.
         """
         longest = int(query_lens.max())
-        is_decode = _is_decode(query_lens, masked)
-        if longest == 1 and not has_drafts and masked is None:
+        is_decode = _is_decode(query_lens, prefilled)
+        if longest == 1 and not has_drafts and prefilled is None:
             return cls.decode(len(query_lens), samples=samples)
         # Short prompts of one length are prefilled, as prompts of different lengths are.
-        uniform = masked is None and (
+        uniform = prefilled is None and (
             longest == 1
             or (has_drafts and longest == int(query_lens.min()) <= MAX_DECODE_QUERY_LEN)
         )
@@ -139,18 +139,20 @@ class DeviceRows:
         slots: Int32Array,
         shape: StepShape,
         captured: StepShape | None,
-        masked: BoolArray | None = None,
+        prefilled: BoolArray | None = None,
+        *,
+        is_masked: bool = False,
     ) -> Self:
         """Return the rows of a plan in device order.
 
         ``slots`` are of the plan's rows, -1 = refused; ``captured`` is the shape of the graph that
-        runs the step, at least ``shape``, None = none; ``masked`` is as in ``StepShape.of``.
+        runs the step, at least ``shape``, None = none; ``prefilled`` is as in ``StepShape.of``.
         """
         query_lens, drafts = plan.num_scheduled_tokens, plan.draft_token_ids
         on_device = captured or shape
         places = on_device.places_of(shape)
         if on_device.query_len is None:
-            order = np.argsort(~_is_decode(query_lens, masked), kind="stable")
+            order = np.argsort(~_is_decode(query_lens, prefilled), kind="stable")
             places[order] = places.copy()
             drafts = tuple(drafts[row] for row in order) if shape.has_drafts else ()
         idx_mapping = np.full(on_device.num_rows, -1, dtype=np.int32)
@@ -167,7 +169,7 @@ class DeviceRows:
             query_lens=padded_lens,
             draft_token_ids=drafts if shape.has_drafts else (),
             places=None if is_decode else places,
-            is_masked=masked is not None,
+            is_masked=is_masked,
         )
 
     def place(self, row: int) -> int:
@@ -190,7 +192,7 @@ class DeviceRows:
         return placed
 
 
-def _is_decode(query_lens: Int32Array, masked: BoolArray | None) -> BoolArray:
+def _is_decode(query_lens: Int32Array, prefilled: BoolArray | None) -> BoolArray:
     """Return which rows the decode kernel takes, if not all rows are prefilled."""
     is_decode: BoolArray = query_lens == 1
-    return is_decode if masked is None else is_decode & ~masked
+    return is_decode if prefilled is None else is_decode & ~prefilled

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mrv1.config import EngineConfig
 from mrv1.engine.core import EngineCore
 from mrv1.errors import ConfigError, RequestError
-from mrv1.models import ModelConfig, ParallelContext
+from mrv1.models import DecoderModel, ModelConfig, ParallelContext
 from mrv1.multimodal import MultimodalItem, VisionEncoder
 from mrv1.sampler import SamplingParams
 from tests.models.families import CACHE
@@ -226,6 +226,37 @@ def test_visual_tokens_are_found_in_a_query_that_begins_earlier(tmp_path):
         theirs = oracle(torch.tensor([short.token_ids.tolist()]), **types).logits[0, -1:]
     got = by_token([output.logprobs[1]])
     torch.testing.assert_close(got, theirs.log_softmax(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("token_ids", [[IMAGE], [3, 5, 4, IMAGE], [IMAGE, 5, 4, IMAGE_START]])
+def test_a_last_token_alone_has_experts_for_images(tmp_path, monkeypatch, token_ids):
+    """Beside a decode: such a step is no step of decodes, which have experts of text alone."""
+    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    core = engine(tmp_path, max_num_batched_tokens=4)
+    model, steps = core.runner.model, []
+
+    def forward(batch, *args, **options):
+        steps.append((batch.num_tokens, batch.query_len, batch.is_visual is not None))
+        return DecoderModel.forward(model, batch, *args, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    other = core.add_request("other", [3, 5], SamplingParams(max_tokens=9, ignore_eos=True))
+    core.step()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=VOCAB)
+    request = core.add_request("a", token_ids, params)
+    while core.has_unfinished_requests:
+        core.step()
+    assert other.error is request.error is None
+    types = types_for_experts("ernie4_5_vl_moe", token_ids)["moe_mm_token_type_ids"]
+    ids = torch.tensor([token_ids + list(request.output_token_ids[:1])])
+    with torch.no_grad():
+        types = torch.cat([types, torch.zeros(1, 1).int()], 1)
+        logits = oracle(ids, moe_mm_token_type_ids=types).logits[0, -2:]
+    got = by_token(request.output_logprobs)
+    torch.testing.assert_close(got, logits.log_softmax(-1), rtol=0, atol=1e-4)
+    prompts = [(2, None, True)] + [(4, None, True)] * (len(token_ids) > 1) + [(2, None, True)]
+    assert [step for step in steps if step[2]] == prompts
+    assert {step for step in steps if not step[2]} == {(1, 1, False), (2, 1, False)}
 
 
 def test_the_encoder_of_published_files_is_left_out(tmp_path):

@@ -21,7 +21,7 @@ from mrv1 import ModelRunner, SamplingParams, StepPlan
 from mrv1.runner import cuda_graph
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs, decode_sizes, prompt_sizes
 from mrv1.runner.device_step import DeviceStep, tails_of
-from mrv1.runner.rows import StepShape, Tail
+from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_model_runner import enter, make_plan, make_runner
 from tests.runner.test_on_gpu import add_many, make_core, run, tokens
@@ -95,6 +95,21 @@ def test_a_step_fits_its_graph_with_separate_rows_for_decodes_and_prompts(
         assert graph.query_len is None
     else:
         assert (graph.query_len, graph.num_tokens) == (1, graph.num_rows)
+
+
+def test_a_row_of_one_token_may_be_prefilled():
+    graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN))
+    query_lens, prefilled = np.array([1, 1, 1], dtype=np.int32), np.array([False, True, False])
+    shape = StepShape.of(query_lens, prefilled=prefilled)
+    assert (shape.num_decodes, shape.query_len) == (2, None)
+    graph = graphs.fit(shape)
+    assert (graph.query_len, graph.samples) == (None, False)
+    assert graph.places_of(shape).tolist() == [0, 1, graph.num_decodes]
+    plan = make_plan(0, {"a": (0, 1, ()), "b": (1, 1, ()), "c": (2, 1, ())})
+    rows = DeviceRows.of(plan, plan.slots, shape, graph, prefilled)
+    assert rows.idx_mapping[[rows.place(0), rows.place(1), rows.place(2)]].tolist() == [0, 1, 2]
+    assert rows.place(1) == graph.num_decodes
+    assert not rows.is_masked
 
 
 def test_steps_that_no_graph_covers_get_none():
