@@ -112,7 +112,7 @@ RECIPES: dict[str, Recipe] = {
     "load-time": script("load_time", 110),
     "runner": bench("runner", "--shape qwen3-0.6b", 40),
     "start": Recipe(("benchmarks.start", "--output", OUTPUT, "--commit", COMMIT), 110),
-    "timeline": script("timeline", 30),
+    "timeline": bench("floor", "--shape qwen3-0.6b", 40),
     "beside-vllm": script("beside_vllm", 240, "vllm"),
     "async-llm": script("async_llm", 60),
     "speculation": script("speculation", 90),

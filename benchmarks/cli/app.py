@@ -17,8 +17,9 @@ from benchmarks.cli.shared import DEFAULT_SHAPE, Output, Shape, chosen_shape
 from benchmarks.cli.shared import HELP as SHARED
 from benchmarks.engines.generate import GenerateBench, run_generate
 from benchmarks.engines.runner import RunnerBench, run_runner
+from benchmarks.engines.timeline import FloorBench, run_floor
 from benchmarks.report.columns import COLUMNS, console
-from benchmarks.report.rows import host_rows
+from benchmarks.report.rows import host_rows, layer_rows
 from mrv1.cli.console import say, second_interrupt_ends, show_table
 from mrv1.cli.help import Command, Group
 from mrv1.cli.options import FieldsOf, command
@@ -94,6 +95,24 @@ def runner(
         show_table(table)
     if not on_gpu:
         say("on a CPU a launch is the computation itself: no trace, and times mean nothing")
+
+
+@app.command("floor", cls=Command)
+@command
+def floor(
+    options: Annotated[dict[str, Any], FieldsOf(cls=FloorBench, names=NAMES, help=HELP)],
+    shape: Shape = None,
+    output: Output = None,
+) -> None:
+    """Record decode steps: each phase's bytes, time and share of the floor, and one layer."""
+    bench = FloorBench(shape=chosen_shape(shape, options), **options)
+    check_target("--output", output)
+    result = run_floor(bench, say)
+    write_result(result, output)
+    for each in result["results"]:
+        title = f"batch {each['batch']}: {each['step_us']:.0f} us a step"
+        show_table(console(COLUMNS["floor"], each["phases"], title, _engine(result)))
+        show_table(console(COLUMNS["floor layer"], layer_rows(each["layer"]), "one layer", ""))
 
 
 def _generate_table(result: dict[str, Any]) -> Table:

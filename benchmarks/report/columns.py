@@ -269,6 +269,26 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("end_us", "ends at, us", "{:,.0f}"),
         Column("idle_us", "idle before, us", "{:.1f}"),
     ),
+    "floor": (
+        Column("batch", "batch", "{}", on_page=False),
+        Column("phase", "phase", on_page=False),
+        Column("kernels", "kernels", "{:.0f}", on_page=False),
+        Column("us", "us a step", "{:,.1f}", on_page=False),
+        Column(
+            "bytes", "MB", "{:,.1f}", "least bytes that a phase reads: weights, keys and values",
+            unit=1e6, on_page=False,
+        ),
+        Column(
+            "share_of_floor", "share", "{:.0%}", "`bytes` / copy bandwidth / `us`", on_page=False
+        ),
+    ),
+    "floor layer": (
+        Column("phase", "phase", on_page=False),
+        Column("name", "kernel", on_page=False),
+        Column("start_us", "from, us", "{:.1f}", on_page=False),
+        Column("us", "us", "{:.1f}", on_page=False),
+        Column("bar", "one layer", on_page=False),
+    ),
     "beside vllm": (
         _BATCH,
         Column("tokens_per_s.mrv1", "mrv1, tokens/s", "{:,.0f}"),

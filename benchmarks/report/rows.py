@@ -9,6 +9,9 @@ from benchmarks.engines.driver import describe
 
 Rows = list[dict[str, Any]]
 
+BAR = 60
+"""Characters of a layer's time."""
+
 
 def variant_rows(result: dict[str, Any]) -> Rows:
     """Return a row for each case and variant of a kernel; targets are ours alone."""
@@ -39,6 +42,24 @@ def host_rows(result: dict[str, Any]) -> Rows:
     return [
         *(entry | {"waiting": "none"} for entry in result["results"]),
         *(entry | {"waiting": f"{entry['waiting']:,}"} for entry in result["waiting"]),
+    ]
+
+
+def layer_rows(layer: Rows) -> Rows:
+    """Return a row for each kernel of one layer, with its time as a bar."""
+    end = max((each["start_us"] + each["us"] for each in layer), default=1.0)
+
+    def at(us: float) -> int:
+        return round(BAR * us / end)
+
+    return [
+        {
+            **each,
+            "name": each["name"].strip("_").removesuffix("_kernel")[:32],
+            "bar": " " * at(each["start_us"])
+            + "#" * max(1, at(each["start_us"] + each["us"]) - at(each["start_us"])),
+        }
+        for each in layer
     ]
 
 

@@ -27,8 +27,8 @@ from benchmarks.remake import BY_HAND, COMMIT, OUTPUT, RECIPES, Recipe, in_parts
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RUNS = {
     "attention": bench_kernels, "kv_write": bench_kernels, "sampler": bench_sampler,
-    "generate": cli_bench, "runner": cli_bench, "capacity": bench_headwise,
-    "headwise": bench_headwise, "vllm": bench_vllm,
+    "generate": cli_bench, "runner": cli_bench, "floor": cli_bench,
+    "capacity": bench_headwise, "headwise": bench_headwise, "vllm": bench_vllm,
 }  # fmt: skip
 
 

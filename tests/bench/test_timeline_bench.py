@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import timeline
+from benchmarks.engines import timeline
+from benchmarks.report.rows import layer_rows
 from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore
 
@@ -52,15 +53,52 @@ def test_the_last_whole_steps_are_returned_from_their_first_event_on():
     assert found["host"][1]["us"] == 30
 
 
-def test_kernels_are_summed_up_by_name():
-    gpu = [
-        *({"step": step, "name": "sum", "us": us} for step in range(2) for us in (4.0, 6.0, 5.0)),
-        {"step": 0, "name": "copy", "us": 50.0},
+START = ["fetch_upload", "plan_decode", "embed_tokens"]
+DENSE = [
+    "paged_decode_attention_kernel",
+    "linear_tile",
+    "add_splits",
+    "linear_tile",
+    "linear_tile",
+]
+
+
+def _step(step: int, names: list[str]) -> list[dict[str, Any]]:
+    """Return kernels of 3 us, which begin 1 us before the kernel before them ends."""
+    begin = step * (2.0 * len(names) + 1)
+    return [
+        {"step": step, "name": name, "start_us": begin + 2 * i, "us": 3.0}
+        for i, name in enumerate(names)
     ]
-    assert timeline.by_kernel(gpu, 2) == [
-        {"name": "copy", "count": 0.5, "median_us": 50.0, "step_us": 25.0},
-        {"name": "sum", "count": 3.0, "median_us": 5.0, "step_us": 15.0},
-    ]
+
+
+def test_kernels_belong_to_phases_by_the_products_around_them():
+    qkv = ["linear_tile", "qkv_cache_write"]
+    dense = [*START, *qkv, *DENSE, *qkv, *DENSE, "nvjet_tst", "draw", "post_update"]
+    found = timeline.phases(_step(0, dense))
+    layer = ["qkv", "attention", "attention", "o", "o", "gate_up", "down"]
+    assert found == ["start"] * 3 + 2 * layer + ["head", "sampling", "sampling"]
+    experts = ["expert_linear", "combine_experts"]
+    mixed = [*START, *qkv, *DENSE[:3], "route_experts", *experts, *qkv[:1], *DENSE[:2], "gemm"]
+    assert timeline.phases(_step(0, mixed)) == [
+        *["start"] * 3, "qkv", "attention", "attention", "o", "o", "mlp", "mlp", "mlp", "qkv",
+        "attention", "o", "head",
+    ]  # fmt: skip
+
+
+def test_phases_take_the_time_from_end_to_end():
+    names = [*START, "linear_tile", *DENSE, "linear_tile", "draw"]
+    gpu = [each for step in range(3) for each in _step(step, names)]
+    rows = {row["phase"]: row for row in timeline.phase_times(gpu)}
+    assert sum(row["us"] for row in rows.values()) == pytest.approx(2 * len(names) + 1)
+    assert rows["start"]["us"] == 7  # and the gap between steps
+    assert (rows["o"]["kernels"], rows["o"]["us"]) == (2, 4)
+    layer = timeline.middle_layer(gpu)
+    assert [each["phase"] for each in layer] == ["qkv", "attention", "o", "o", "gate_up", "down"]
+    assert [each["start_us"] for each in layer] == [0, 2, 4, 6, 8, 10]
+    bars = [row["bar"] for row in layer_rows(layer)]
+    assert bars[0] == "#" * 14
+    assert bars[-1] == " " * 46 + "#" * 14
 
 
 def test_a_trace_with_too_few_steps_is_refused():
@@ -80,7 +118,9 @@ def test_every_part_of_a_step_has_a_range_and_the_methods_are_themselves_again(m
 
     monkeypatch.setattr(timeline, "timeline", keep)
     methods = [getattr(owner, name) for owner, name in timeline.PARTS.values()]
-    assert timeline.record(core, 2, 3) == {"num_steps": 3}
+    bench = timeline.FloorBench(prompt_tokens=8)
+    assert timeline.record(core, bench, 2) == {"num_steps": 3}
+    assert not core.scheduler.running
     core.runner.close()
     found = Counter(event["name"] for event in recorded if event.get("cat") == "user_annotation")
     assert found == dict.fromkeys((f"timeline {part}" for part in timeline.PARTS), 25)
