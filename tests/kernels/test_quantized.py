@@ -173,6 +173,8 @@ def test_the_oracle_multiplies_by_the_values() -> None:
 def test_fields_that_do_not_fit_are_refused_by_name() -> None:
     int4 = random_weight("int4", 8, 256, torch.bfloat16, seed=0)
     e4m3 = random_weight("e4m3_row", 8, 256, torch.bfloat16, seed=0)
+    one_scale = random_weight("e4m3_tensor", 8, 256, torch.bfloat16, seed=0)
+    narrow = replace(e4m3, scales=e4m3.tensors["scales"].bfloat16())
     q4_k = random_weight("q4_k", 8, 256, torch.bfloat16, seed=0)
     for weight, error, message, changes in (
         (int4, ValueError, "weight.code: expected one of e4m3, .* got 'int3'", {"code": "int3"}),
@@ -189,6 +191,8 @@ def test_fields_that_do_not_fit_are_refused_by_name() -> None:
         (int4, ValueError, "weight.codes: .* one row and column", {"codes": int4.codes[:0]}),
         (e4m3, ValueError, "weight.input_scale: .* got none with", {"activations": "tensor"}),
         (e4m3, ValueError, "weight.activations: .* got 'row'", {"activations": "row"}),
+        (one_scale, ValueError, "weight.activations: .* of rows", {"activations": "token"}),
+        (narrow, ValueError, "weight.activations: .* float32 scales", {"activations": "token"}),
         (e4m3, ValueError, "weight.scales: .* cpu, got meta", {"scales": e4m3.scales.to("meta")}),
         (q4_k, TypeError, "weight.heads: .* got NoneType", {"heads": None}),
         (q4_k, ValueError, "weight.scales: expected None for q4_k", {"scales": int4.scales}),

@@ -17,6 +17,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
+from safetensors.torch import load_file
 
 from mrv1.device import kernel_path
 from mrv1.errors import ConfigError
@@ -220,6 +221,22 @@ def test_a_model_takes_the_memory_of_its_file(tmp_path: Path, name: str):
         t.nbytes for t in memory_of(checkpoint_places(model.config, model.weights).values())
     )
     assert nbytes == pytest.approx((tmp_path / "model.safetensors").stat().st_size, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor-static", "fp8-channel"])
+def test_scales_are_those_that_products_of_quantized_tokens_take(tmp_path: Path, name: str):
+    """float32, one for each row, whatever the file has."""
+    config = tiny_config("qwen3", **SIZES)
+    save_compressed(tmp_path, config, {"group_0": SCHEMES[name]}, dtype=torch.bfloat16)
+    stored = load_file(tmp_path / "model.safetensors")
+    for index, layer in enumerate(load(tmp_path).weights.layers):
+        weight = layer.o.matrix
+        assert isinstance(weight, QuantizedWeight)
+        assert weight.activations is not None
+        own = stored[f"model.layers.{index}.self_attn.o_proj.weight_scale"]
+        assert own.dtype == torch.bfloat16
+        scales = own.float().expand(len(weight.codes), 1)
+        torch.testing.assert_close(weight.tensors["scales"], scales, rtol=0, atol=0)
 
 
 def test_parts_of_a_layer_that_differ_are_several_matrices(tmp_path: Path):

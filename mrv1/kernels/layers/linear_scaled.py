@@ -123,12 +123,8 @@ def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:
         inputs_per_scale=BLOCK if is_grouped else 0,
         multiple_of=BLOCK_TOKENS if is_grouped else 1,
     )
-    num_rows = weight.shape[0]
-    of_rows = weight.tensors["scales"].to(torch.float32)
-    if not is_grouped and of_rows.shape[0] != num_rows:
-        of_rows = of_rows.repeat_interleave(weight.rows_per_scale, 0)[:num_rows]
     product = torch._scaled_mm(
-        codes, weight.codes.T, scale_a=scales, scale_b=of_rows.T,
+        codes, weight.codes.T, scale_a=scales, scale_b=weight.tensors["scales"].T,
         bias=None if is_grouped else call.bias, out_dtype=call.x.dtype, use_fast_accum=False,
     )[: call.num_tokens]  # fmt: skip
     return product.add_(call.bias) if is_grouped and call.bias is not None else product

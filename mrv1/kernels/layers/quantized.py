@@ -112,8 +112,8 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
     """[in] int32, a permutation: the input of each column of codes. None = 0, 1, 2, ..."""
     activations: Activations | None = None
-    """How the checkpoint quantizes inputs to e4m3; None = not at all. Only with e4m3 codes whose
-    scales are those of whole rows, or with "group" of 128 inputs."""
+    """How the checkpoint quantizes inputs to e4m3; None = not at all. Only with e4m3 codes and
+    float32 scales, one for each row, or with "group" for 128 inputs of some rows."""
     input_scale: torch.Tensor | None = None
     """[1] float32: the static scale of inputs. Only with ``activations`` "tensor"."""
 
@@ -435,14 +435,17 @@ def _check_activations(weight: QuantizedWeight) -> None:
             "weight.activations: expected None, 'token', 'tensor' or 'group', "
             f"got {weight.activations!r}"
         )
-    is_whole = weight.group >= weight.num_in
+    is_row = weight.group >= weight.num_in and weight.rows_per_scale == 1
     if weight.activations == "group":
-        is_whole = weight.inputs_per_scale in (0, 128)
+        is_row = weight.inputs_per_scale in (0, 128)
     if weight.activations is not None and (
-        weight.code != "e4m3" or not is_whole or weight.order is not None
+        weight.code != "e4m3"
+        or not is_row
+        or weight.order is not None
+        or weight.tensors["scales"].dtype != torch.float32
     ):
         raise ValueError(
-            "weight.activations: expected None but for e4m3 codes with scales of whole rows, or "
+            "weight.activations: expected None but for e4m3 codes with float32 scales of rows, or "
             f"of 128 inputs with 'group', in order, got {weight.activations!r}"
         )
     if (weight.input_scale is not None) != (weight.activations == "tensor"):

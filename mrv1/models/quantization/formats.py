@@ -99,9 +99,16 @@ class ModuleFormat(ABC):
     ) -> QuantizedWeight:
         """Return an uninitialised weight for modules of ``sizes`` rows, one after the other.
 
+        Where inputs are quantized, scales are as ``linear`` multiplies by them: float32, and, but
+        for those of blocks, one for each row.
+
         ConfigError: a rank would have a part of a block of inputs.
         """
         num_out, code = sum(sizes), CODES[self.code]
+        scale_dtype = self.scale_dtype
+        if self.activations is not None:
+            scale_dtype = torch.float32
+            rows_per_scale = rows_per_scale if self.activations == "group" else 1
         if code.head_bytes and num_in % self.inputs:
             raise ConfigError(
                 f"tensor_parallel_size: expected ranks with whole groups of {self.inputs} inputs "
@@ -111,7 +118,7 @@ class ModuleFormat(ABC):
         grid = (-(-num_out // rows_per_scale), -(-num_in // (self.inputs or num_in)))
         scales, zeros = (
             None if each is None else new(grid, dtype=each)
-            for each in (self.scale_dtype, self.zeros_dtype)
+            for each in (scale_dtype, self.zeros_dtype)
         )
         blocks = num_in // 256
         return QuantizedWeight(
