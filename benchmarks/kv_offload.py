@@ -2,8 +2,8 @@
 
 python -m benchmarks.kv_offload [--shape qwen3-0.6b] [--prompt-tokens 8192] [--output FILE.json]
 
-Serves the same prompts without a listener, with a listener that does nothing (its steps with
-prompts run without CUDA graphs, and an event is recorded for each layer), and with ``HostCopies``.
+Serves the same prompts without a listener, with a listener that does nothing (the CUDA graphs of
+steps with prompts record an event for each layer), and with ``HostCopies``.
 """
 
 from __future__ import annotations

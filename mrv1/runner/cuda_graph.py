@@ -177,6 +177,10 @@ class StepGraphs:
         self._numbers = dict(zip((*self._graphs, *self._tails), count()))
         self._numbered = [*self._graphs.values(), *((tail, None) for tail in self._tails.values())]
 
+    def __bool__(self) -> bool:
+        """Whether any graph is captured."""
+        return bool(self._graphs)
+
     def clear(self) -> None:
         """Drop every graph, whoever still refers to one."""
         for graph, _ in self._numbered:
@@ -223,6 +227,10 @@ class StepGraphs:
     def number(self, shape: StepShape, tail: Tail | None = None) -> int:
         """Return the number of the graph of ``replay`` or ``replay_tail``, alike on every rank."""
         return self._numbers[shape if tail is None else (shape, tail)]
+
+    def shape_of(self, number: int) -> StepShape:
+        """Return the shape of the graph of a number of ``replay``."""
+        return [*self._graphs][number]
 
     def replay_number(self, number: int) -> Forwarded | None:
         """Launch the graph of a number; returns as ``replay``, and None for a tail."""

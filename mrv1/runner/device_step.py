@@ -36,7 +36,7 @@ from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
 from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
-from mrv1.runner.kv_listener import HeardStep
+from mrv1.runner.kv_listener import HeardStep, LayerEvents
 from mrv1.runner.launches import LayersLaunch, SampledReports, SamplingLaunch
 from mrv1.runner.logits import LogitsRows, StepLogits
 from mrv1.runner.logprobs import (
@@ -266,6 +266,7 @@ class DeviceStep:
             num_slots, config.max_num_batched_tokens, max_model_len, config.max_draft_tokens,
             has_adapters=config.enable_lora, draws=not processors,
         )  # fmt: skip
+        self.layer_events = LayerEvents()
         # Of the tokens of a graph with prompts, for its sampling. Graphs share it: each would keep
         # tensors of its own out of the memory that they share.
         num_tokens = num_slots + config.max_num_batched_tokens
@@ -342,9 +343,9 @@ class DeviceStep:
 
     def run_padding(self, shape: StepShape) -> Forwarded | None:
         """Launch a step of padding, first or after ``clear_inputs``; return ``sample``'s input."""
-        batch, hidden = self.forward(
-            shape, self.staging.static_view(shape.num_rows, has_drafts=shape.has_drafts)
-        )
+        staged = self.staging.static_view(shape.num_rows, has_drafts=shape.has_drafts)
+        with self.layer_events.recorded(shape) as on_kv_written:
+            batch, hidden = self.forward(shape, staged, on_kv_written=on_kv_written)
         if shape.samples:
             self.sample(batch, hidden)
             return None

@@ -23,11 +23,14 @@ class Follower:
         self._runner, self._step = runner, runner.device_step
         step = self._step
         self._forwarded: Forwarded | None = None
+        self._number = 0
+        """Of the graph that was launched last."""
         self._done = torch.cuda.Event() if step.device.type == "cuda" else None
         self._reports: object = None
 
     def replay(self, number: int) -> None:
         """Launch the graph of a number."""
+        self._number = number
         forwarded = self._step.graphs.replay_number(number)
         if forwarded is not None:
             self._forwarded = forwarded
@@ -41,9 +44,9 @@ class Follower:
 
     def hear(self, heard: HeardStep) -> None:
         """Tell the listener of the layers of the graph that was launched last."""
-        on_kv_written = self._runner.listening.calls(heard)
-        if on_kv_written is not None:
-            on_kv_written(*range(self._step.spec.num_layers))
+        calls = self._runner.listening.calls(heard)
+        if calls is not None:
+            calls.after_graph(self._step.graphs.shape_of(self._number))
 
     def launch_sampling(self, launch: SamplingLaunch) -> None:
         """Launch the sampling of the step whose layers were launched last."""

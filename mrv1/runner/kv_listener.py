@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from mrv1.models.batch import LayerCache
 from mrv1.runner.block_table import BlockTables
+from mrv1.runner.rows import StepShape
 from mrv1.runner.step import Int32Array, RequestId, StepPlan
 
 
@@ -56,8 +58,10 @@ class KVReady:
     heads: range
     """The KV heads of the model that ``cache`` has, in their order; of several ranks a part."""
     event: torch.cuda.Event | None
-    """Recorded after the write, or after the CUDA graph that contains the write: then all layers
-    of the step share one event. None on a CPU, where the write is over."""
+    """Recorded after the write; in a decode step after its CUDA graph, and then all layers of the
+    step share one event. None on a CPU, where the write is over. A graph of a step with prompts
+    records the same events whenever it runs, so an event may have come to stand for a later step:
+    it has passed no earlier than that of this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +77,9 @@ KVListener = Callable[[KVReady], None]
 """Called once per layer, in order, on the thread that launches, during ``ModelRunner.execute`` or
 ``forward``. It must not wait. An exception fails the step: its requests end with a ``StepError``,
 others go on; of several ranks, each has a listener of its own (``EachRank``), and the step runs to
-its end first. With a listener, a step with prompts runs without a CUDA graph, and the calls come
-between its layers, each with an event of its own. A decode step stays one graph, because an event
-for each layer would need a graph that is captured with it: the calls come after the graph's
-launch, and share one event.
+its end first. Where a step is a CUDA graph, the calls come after its launch. With prompts each
+layer has an event of its own, which the graph records; a decode step's layers share one event
+after it. The first listener has the graphs captured again, with the events.
 
 Once ``KVReady.event``, recorded on the stream of the launch, has passed, another stream may read
 the keys, values and scales that the step wrote in that layer. They do not change until a step is
@@ -84,6 +87,42 @@ launched whose requests were allocated the same blocks; the reader must be done 
 stream of the launch must wait for it. Rejected drafts, and everything with
 ``kv_scale="quarter"``, last only until the request's next step.
 """
+
+
+class LayerEvents:
+    """The events that graphs of steps with prompts record, one after each layer's write.
+
+    They are recorded on a stream beside that of the layers, where no kernel waits for them.
+    """
+
+    def __init__(self) -> None:
+        self.are_wanted = False
+        """Whether graphs that are captured from now on record them."""
+        self._beside: torch.cuda.Stream | None = None
+        self._events: dict[StepShape, list[torch.cuda.Event]] = {}
+
+    @contextmanager
+    def recorded(self, shape: StepShape) -> Iterator[Callable[[int], None] | None]:
+        """Yield what is called after each layer's write on the current stream; None = nothing."""
+        if not self.are_wanted or shape.query_len is not None:
+            yield None
+            return
+        current, events = torch.cuda.current_stream(), list[torch.cuda.Event]()
+        beside = self._beside = self._beside or torch.cuda.Stream()
+
+        def record(layer: int) -> None:
+            del layer
+            beside.wait_stream(current)
+            events.append(torch.cuda.Event(external=True))
+            events[-1].record(beside)
+
+        yield record
+        current.wait_stream(beside)
+        self._events[shape] = events
+
+    def of(self, shape: StepShape) -> Sequence[torch.cuda.Event] | None:
+        """Return the events of a graph's layers; None = it records none."""
+        return self._events.get(shape)
 
 
 def tokens_of(plan: StepPlan, num_before: Int32Array, tables: BlockTables) -> tuple[KVTokens, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.kv_listener import EachRank, HeardStep, KVListener, KVReady, tokens_of
+from mrv1.runner.rows import StepShape
 from mrv1.runner.step import StepPlan
 
 
@@ -31,14 +33,25 @@ class LayerCalls:
         )
         self._has_failed = False
 
-    def __call__(self, *layers: int) -> None:
-        """Tell of written layers with one event; ListenerError: one rank's listener raised."""
-        event = None
-        if self._step.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
+    def __call__(self, layer: int) -> None:
+        """Tell of a layer that was written last; ListenerError: one rank's listener raised."""
+        self._tell_all({layer: self._event()})
+
+    def after_graph(self, shape: StepShape) -> None:
+        """Tell of all layers of the graph of a shape that was launched last; as ``__call__``."""
+        events = self._step.layer_events.of(shape)
+        self._tell_all(dict(enumerate(events or [self._event()] * self._step.spec.num_layers)))
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self._step.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _tell_all(self, events: Mapping[int, torch.cuda.Event | None]) -> None:
         try:
-            for layer in layers if not self._has_failed else ():
+            for layer, event in events.items() if not self._has_failed else ():
                 self._tell(layer, event)
         except ListenerError as error:
             if self._step.model.parallel.size == 1:
@@ -57,9 +70,12 @@ class LayerCalls:
 class Listening:
     """Who listens to the steps of a rank."""
 
-    def __init__(self, step: DeviceStep, num_kv_heads: int) -> None:
-        """Let nobody listen; arguments as in ``LayerCalls``."""
+    def __init__(
+        self, step: DeviceStep, num_kv_heads: int, capture_again: Callable[[], None]
+    ) -> None:
+        """Let nobody listen; other arguments as in ``LayerCalls``."""
         self._step, self._num_kv_heads = step, num_kv_heads
+        self._capture_again = capture_again
         self._listener: KVListener | None = None
 
     def __bool__(self) -> bool:
@@ -69,7 +85,10 @@ class Listening:
     def set(self, listener: KVListener | EachRank | None) -> None:
         """Let a listener, None = nobody, listen to the next steps.
 
+        The first one has the graphs captured again, with an event for each layer.
+
         ConfigError: there is a draft head, of whose keys and values nobody is told.
+        CapacityError: the graphs do not fit any more.
         """
         if listener is not None and self._step.drafts is not None:
             raise ConfigError("listener: expected none with a draft head, got one")
@@ -77,6 +96,9 @@ class Listening:
             listener = listener.make(self._step.model.parallel.rank)
         self._listener = listener
         self._step.block_tables.keep_ids(listener is not None)
+        if listener is not None and not self._step.layer_events.are_wanted:
+            self._step.layer_events.are_wanted = True
+            self._capture_again()
 
     def heard(self, plan: StepPlan) -> HeardStep | None:
         """Return what listeners are told of a staged plan; None = there is none."""

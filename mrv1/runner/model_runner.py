@@ -148,7 +148,7 @@ class ModelRunner:
             )
             self._step = step = parts.step
             self._preparation = StepPreparation(step)
-            self.listening = Listening(step, parts.model_config.num_kv_heads)
+            self.listening = Listening(step, parts.model_config.num_kv_heads, self._capture_again)
             self._launches: Launches = step
         self.config, self.head_policy = parts.config, parts.head_policy
         self.model, self.model_config = step.model, step.model.config
@@ -319,17 +319,17 @@ class ModelRunner:
         if plan.staged_features and not self.features.is_used:  # the first items that have some
             with self.between_steps():
                 self._sleep.allocate_features()
-        return self._preparation.prepare(plan, samples=samples, is_heard=bool(self.listening))
+        return self._preparation.prepare(plan, samples=samples)
 
     def _launch(self, plan: StepPlan, rows: DeviceRows, sent: Sent | None) -> _Launched:
         """Launch a graph of the step or of its layers, or the layers kernel by kernel."""
         self._outputs.start()
         heard = self.listening.heard(plan)
-        on_kv_written = self.listening.calls(heard)
+        calls = self.listening.calls(heard)
         if sent is None:
             forwarded = self._launches.replay(rows.shape, heard)
-            if on_kv_written is not None:
-                on_kv_written(*range(self.spec.num_layers))
+            if calls is not None:
+                calls.after_graph(rows.shape)
             return _Launched(plan, rows, forwarded)
         launch = LayersLaunch(
             shape=rows.shape,
@@ -344,7 +344,7 @@ class ModelRunner:
             heard=heard,
         )
         check = partial(check_block_ids, plan, rows, self.kv_cache) if self.config.debug else None
-        forwarded = self._launches.launch_layers(launch, check=check, on_kv_written=on_kv_written)
+        forwarded = self._launches.launch_layers(launch, check=check, on_kv_written=calls)
         return _Launched(plan, rows, forwarded)
 
     def _complete(
@@ -431,6 +431,12 @@ class ModelRunner:
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` (None = nobody) of K and V of later steps; as ``Listening.set``."""
         self.listening.set(listener)
+
+    def _capture_again(self) -> None:
+        """Capture the graphs again, if there are any, with what they now have to record."""
+        if self._step.graphs:
+            with self.between_steps():
+                self._sleep.capture_again()
 
     # --- memory and weights ---------------------------------------------------------------
     @property

@@ -34,13 +34,11 @@ class StepPreparation:
         """Let the next step choose its rows anew: graphs are captured again."""
         self._steady_rows = None
 
-    def prepare(
-        self, plan: StepPlan, *, samples: bool, is_heard: bool
-    ) -> tuple[DeviceRows, Sent | None]:
+    def prepare(self, plan: StepPlan, *, samples: bool) -> tuple[DeviceRows, Sent | None]:
         """Check the plan and write the step's upload; ValueError: it contradicts the slots.
 
-        ``samples``: sampling may follow at once; ``is_heard``: a listener follows the layers, so
-        only decodes are graphs. Returns rows and upload; None = a graph runs and knows its place.
+        ``samples``: sampling may follow at once. Returns rows and upload; None = a graph runs and
+        knows its place.
         """
         state = self._step.state
         state.leave(plan)
@@ -52,7 +50,7 @@ class StepPreparation:
             raise
         try:
             state.advance_on_host(plan)
-            return self._send(plan, upload, samples, is_heard)
+            return self._send(plan, upload, samples)
         except BaseException:
             state.drop(plan)
             raise
@@ -115,7 +113,7 @@ class StepPreparation:
             upload.write(first, values)
 
     def _send(
-        self, plan: StepPlan, upload: StepUpload, samples: bool, is_heard: bool
+        self, plan: StepPlan, upload: StepUpload, samples: bool
     ) -> tuple[DeviceRows, Sent | None]:
         """Send the upload of a step; arguments and result as in ``prepare``."""
         step, staging = self._step, self._step.staging
@@ -125,7 +123,7 @@ class StepPreparation:
             return rows, None  # the ring slot has the same upload already, word for word
         upload.put(self._next_upload_word, ((slot + 1) % step.outputs.num_slots,))
         if rows is None or not staging.fits(upload):
-            rows = self._rows(plan, upload, samples, is_heard)
+            rows = self._rows(plan, upload, samples)
             is_steady = samples and rows.is_captured and rows.shape.query_len == 1
             self._steady_rows = rows if is_steady else None
         num_sources = 0
@@ -144,9 +142,7 @@ class StepPreparation:
         self._sent[slot] = rows if continues and not plan.new_block_ids else None
         return rows, None if rows.is_captured else sent
 
-    def _rows(
-        self, plan: StepPlan, upload: StepUpload, samples: bool, is_heard: bool
-    ) -> DeviceRows:
+    def _rows(self, plan: StepPlan, upload: StepUpload, samples: bool) -> DeviceRows:
         """Return the step's rows, padded to the shape of a graph if one has room for them."""
         step, num_before = self._step, self._step.state.num_before(plan)
         masked = None
@@ -174,7 +170,7 @@ class StepPreparation:
         if uses_adapters:
             shape = replace(shape, has_adapters=True)
         captured = None  # a graph has no ranges of keys
-        if masked is None and step.staging.fits(upload) and (not is_heard or shape.query_len == 1):
+        if masked is None and step.staging.fits(upload):
             captured = step.graphs.fit(shape)
         slots = step.processors.without_refused(plan.slots)
         return DeviceRows.of(plan, slots, shape, captured, prefilled, is_masked=masked is not None)

@@ -16,6 +16,8 @@ from mrv1 import EngineConfig, ModelRunner, SamplingParams, StepError, StepPlan
 from mrv1.engine.core import EngineCore
 from mrv1.kernels import reference
 from mrv1.runner import KVReady, SlotRequest, StepOutput
+from mrv1.runner.kv_listener import LayerEvents
+from mrv1.runner.rows import StepShape
 from tests.models.families import tiny_checkpoint
 from tests.runner.test_cuda_graph import LaunchedGraphs
 from tests.runner.test_model_runner import BLOCK_SIZE, PROMPTS, enter, make_plan, make_runner
@@ -267,6 +269,45 @@ def test_a_kv_listener_is_called_for_every_layer_of_a_prefill(checkpoint):
     runner.close()
 
 
+class _Stream:
+    """Notes what it waits for, and the events that it records."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+
+    def wait_stream(self, stream: object) -> None:
+        self.done.append(stream)
+
+
+class _Event:
+    def __init__(self, *, external: bool = False) -> None:
+        assert external
+
+    def record(self, stream: _Stream) -> None:
+        stream.done.append(self)
+
+
+def test_graphs_of_prompts_record_an_event_behind_each_write_on_a_stream_beside(monkeypatch):
+    current = _Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "Stream", _Stream)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    events, prompts = LayerEvents(), StepShape.of(np.array([5, 1], dtype=np.int32))
+    with events.recorded(prompts) as record:
+        assert record is None  # nobody listens
+    events.are_wanted = True
+    with events.recorded(StepShape.decode(2)) as record:
+        assert record is None
+    assert events.of(prompts) is events.of(StepShape.decode(2)) is None
+    with events.recorded(prompts) as record:
+        assert record is not None
+        for layer in range(2):
+            record(layer)
+    first, second = events.of(prompts) or ()
+    (beside,) = current.done  # which a capture has to end with
+    assert beside.done == [current, first, current, second]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(checkpoint, graphs):
@@ -322,8 +363,8 @@ def test_a_kv_listener_is_called_for_every_step_and_finds_its_keys_written(check
     assert len(found) == len(layers) * (5 + 20 + 1 + 3 * 2)
     for layer, block, offset, written in found:
         assert torch.equal(layers[layer].k[block, :, offset], written)
-    # The fifth step is one too where its sampling apart has a graph of its own.
-    num_graph_steps = 0 if not graphs else 2 if on_cpu else 3
+    # On a GPU steps with prompts, and the fifth one's sampling apart, have graphs too.
+    num_graph_steps = 0 if not graphs else 2 if on_cpu else 5
     assert runner.num_graph_steps == num_graph_steps
     runner.close()
 
