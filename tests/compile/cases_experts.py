@@ -19,7 +19,7 @@ from mrv1.kernels.experts.route_experts import (
     _choose_experts_kernel,
     _router_logits_kernel,
 )
-from mrv1.kernels.experts.sort_pairs import _sort_pairs_kernel
+from mrv1.kernels.experts.sort_pairs import SCANNED, _sort_pairs_kernel
 from mrv1.kernels.layers.silu import CLAMPED_SWIGLU
 from mrv1.testing.aot import AotCase, Target, pointer
 
@@ -124,8 +124,8 @@ def _sort(target: Target) -> AotCase:
         name="sort-pairs",
         kernel=_sort_pairs_kernel,
         args=(INT32, INT32, INT32, 4096),
-        constexprs={"TILE": 1024, "OVERLAP": target.has_dependent_launch},
-        num_warps=4,
+        constexprs={"TILE": SCANNED, "OVERLAP": target.has_dependent_launch},
+        num_warps=8,
     )
 
 

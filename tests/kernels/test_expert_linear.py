@@ -15,6 +15,7 @@ from mrv1.device import INTERPRET
 from mrv1.kernels import ClampedSwiGLU, QuantizedWeight, reference
 from mrv1.kernels.experts.expert_codes import ExpertCodesConfig
 from mrv1.kernels.experts.expert_linear import choose_kernel
+from mrv1.kernels.experts.sort_pairs import sort_pairs
 from tests.kernels.elementwise import (
     DTYPES,
     assert_in_budget,
@@ -518,3 +519,15 @@ def test_an_unknown_activation(device):
     x, ids = torch.ones(2, 16, device=device), torch.ones(2, 1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match=r"activation: expected None, .silu_and_mul. or a C"):
         kernels.expert_linear(x, torch.ones(3, 8, 16, device=device), ids, activation="gelu")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 1500])
+def test_sorted_pairs_are_those_of_a_stable_sort(device, num_tokens):
+    """Also of several tiles: experts without pairs, pairs without an expert."""
+    ids = routed("some padding", num_tokens, 6, 9, seed=num_tokens)
+    ids[ids == 4] = 3
+    order, starts = (each.cpu() for each in sort_pairs(ids.to(device), 11))
+    flat = ids.flatten()
+    assert starts.tolist() == [int(((flat >= 0) & (flat < e)).sum()) for e in range(12)]
+    num_none = int((flat < 0).sum())
+    assert order[: starts[-1]].tolist() == flat.sort(stable=True).indices[num_none:].tolist()

@@ -10,7 +10,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 
 SCANNED = 4096
-"""Pairs that a program looks at together."""
+"""Most pairs that a program looks at together."""
 
 
 class SortedPairs(NamedTuple):
@@ -36,19 +36,22 @@ def _sort_pairs_kernel(
     let_next_start(OVERLAP)
     expert = tl.program_id(0)
     lane = tl.arange(0, TILE)
-    start = tl.zeros([], tl.int32)
-    count = tl.zeros([], tl.int32)
-    for first in range(0, num_pairs, TILE):
+    before = tl.zeros([TILE], tl.int32)
+    own = tl.zeros([TILE], tl.int32)
+    for first in tl.range(0, num_pairs, TILE, loop_unroll_factor=2):  # loads of two tiles
         ids = tl.load(ids_ptr + first + lane, mask=first + lane < num_pairs, other=-1)
-        start += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32), axis=0)
-        count += tl.sum((ids == expert).to(tl.int32), axis=0)
+        before += ((ids >= 0) & (ids < expert)).to(tl.int32)
+        own += (ids == expert).to(tl.int32)
+    start = tl.sum(before, axis=0)
     tl.store(starts_ptr + expert, start)
-    if count > 0:
+    if tl.sum(own, axis=0) > 0:
+        ids = tl.load(ids_ptr + lane, mask=lane < num_pairs, other=-1)
         for first in range(0, num_pairs, TILE):
-            ids = tl.load(ids_ptr + first + lane, mask=first + lane < num_pairs, other=-1)
+            pair = first + lane
             is_own = (ids == expert).to(tl.int32)
+            ids = tl.load(ids_ptr + pair + TILE, mask=pair + TILE < num_pairs, other=-1)
             place = start + tl.cumsum(is_own, axis=0) - 1
-            tl.store(order_ptr + place, first + lane, mask=is_own != 0)
+            tl.store(order_ptr + place, pair, mask=is_own != 0)
             start += tl.sum(is_own, axis=0)
 
 
@@ -57,11 +60,11 @@ def sort_pairs(topk_ids: torch.Tensor, num_experts: int) -> SortedPairs:
     num_pairs = topk_ids.numel()
     order = topk_ids.new_empty(num_pairs)
     starts = topk_ids.new_empty(num_experts + 1)
-    tile = min(SCANNED, triton.next_power_of_2(num_pairs)) if INTERPRET else 1024
+    tile = min(SCANNED, triton.next_power_of_2(num_pairs)) if INTERPRET else SCANNED
     _sort_pairs_kernel[(num_experts + 1,)](
         *(order, starts, topk_ids, num_pairs),
         TILE=tile,
-        num_warps=4,
+        num_warps=8,
         **overlap_options(topk_ids.device),
     )
     return SortedPairs(order, starts)
