@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.fetch_upload import NUM_PROGRAMS, TILE_WORDS
+from mrv1.kernels.step.fetch_upload import TILE_WORDS
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -50,7 +50,7 @@ def test_exactly_the_counted_words_are_fetched(device, row_words, spare, pinned,
 
 
 def test_an_upload_of_several_rounds_of_loads_is_fetched(device):
-    num_words = 3 * NUM_PROGRAMS * TILE_WORDS + 5
+    num_words = 3 * TILE_WORDS + 5
     uploads = uploads_of([num_words, num_words], num_words, device, pinned=True)
     with tiles("fetch_upload", as_on_gpu=True):
         assert fetched(kernels, uploads, 1, num_words, device) == uploads[1].tolist()
