@@ -349,7 +349,10 @@ def test_an_odd_value_is_a_config_error_that_names_the_option(name):
         ({"mm_cache_memory_bytes": 2**62}, "mm_cache_memory_bytes: expected at most"),
         ({"max_logit_bias": 2**31 - 1}, "request state: expected at most .* max_logit_bias"),
         ({"max_num_batched_tokens": 2**31 - 1}, "request state: .* max_num_batched_tokens"),
-        ({"head_policy": 5}, "head_policy: expected a file, a folder or a rule, got 5"),
+        (
+            {"head_policy": 5},
+            "head_policy: expected a HeadPolicy, a file, a folder or a rule, got 5",
+        ),
         ({"head_policy": "\0"}, "head_policy: expected a rule"),
         ({"head_policy": "ratio=nan,window=4"}, "head_policy: expected ratio="),
         ({"generation_config": "\0"}, "generation_config: expected"),

@@ -29,22 +29,25 @@ class Admission:
     that still computes a longer common prefix.
     """
 
-    def __init__(
+    def __init__(self, adapter_slots: AdapterSlots) -> None:
+        """Count from 0; ``configure`` and ``start`` have to follow."""
+        self.num_prefix_queries = 0  # tokens of admitted requests, looked up in the prefix cache
+        self.prefix_hit_tokens = 0  # tokens of ``num_prefix_queries`` that the prefix cache had
+        self.num_prefix_waits = 0  # requests that waited for the prefix of another
+        self._adapter_slots = adapter_slots
+
+    def configure(
         self,
         config: SchedulerConfig,
         slots: SlotTable,
         features: FeaturePool,
         prefix_cache: PrefixCache,
-        adapter_slots: AdapterSlots,
     ) -> None:
-        self.num_prefix_queries = 0  # tokens of admitted requests, looked up in the prefix cache
-        self.prefix_hit_tokens = 0  # tokens of ``num_prefix_queries`` that the prefix cache had
-        self.num_prefix_waits = 0  # requests that waited for the prefix of another
+        """Admit to these slots, by these limits; ``start`` has to follow."""
         self._config = config
         self._slots = slots
         self._features = features
         self._prefix_cache = prefix_cache
-        self._adapter_slots = adapter_slots
 
     def start(self, pools: HeadPools, batch: RunningBatch) -> None:
         """Start empty: no request waits."""

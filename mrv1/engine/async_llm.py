@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequ
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ParamSpec, Self, TypeVar, Unpack
 from uuid import uuid4
@@ -24,6 +25,7 @@ from mrv1.engine.prompts import Prompt, Submission
 from mrv1.engine.reports import Metrics
 from mrv1.engine.request_group import RequestGroup
 from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
+from mrv1.headwise import HeadPolicy
 from mrv1.models import NamedTensors
 from mrv1.options import takes
 from mrv1.runner import KVUsage
@@ -231,6 +233,10 @@ class AsyncLLM:
     async def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Overwrite the model's weights in place; see ``LLM.update_weights``."""
         await self._between_steps(self._llm.update_weights, named_tensors, partial=partial)
+
+    async def set_head_policy(self, policy: HeadPolicy | str | Path | None) -> None:
+        """Let KV heads see other tokens from now on; see ``LLM.set_head_policy``."""
+        await self._between_steps(self._llm.set_head_policy, policy)
 
     # --- reports and end ------------------------------------------------------------------
 

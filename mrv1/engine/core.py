@@ -22,7 +22,7 @@ from mrv1.engine.request_maker import RequestMaker, RequestOptions, derive_seed
 from mrv1.engine.scheduler import Scheduler
 from mrv1.engine.scheduler_config import SchedulerConfig
 from mrv1.engine.speculation import Speculation
-from mrv1.errors import ConfigError, RequestError, StepError
+from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
 from mrv1.runner import (
@@ -84,13 +84,8 @@ class EngineCore:
             for token in dict.fromkeys((*model_config.eos_token_ids, *eos_token_ids))
             if token < model_config.vocab_size  # a tokenizer may name one that it adds
         )
-        scheduler_config = SchedulerConfig.for_runner(
-            config,
-            self.runner,
-            eos_token_ids=self.eos_token_ids,
-            custom_masks=("logits_processors",) if logits_processors else (),
-        )
-        self.scheduler = Scheduler(scheduler_config, self._speculation)
+        self._custom_masks = ("logits_processors",) if logits_processors else ()
+        self.scheduler = Scheduler(self._scheduler_config(), self._speculation)
         self.adapters = Adapters(config, self.runner)
         self.maker = RequestMaker(config, self.runner, self.adapters)
         self._in_flight: deque[tuple[StepPlan, AsyncOutput | StepError]] = deque()
@@ -100,6 +95,14 @@ class EngineCore:
         self._num_added = 0
         self._counts = LoopCounts(
             num_steps=0, num_prompt_tokens=0, grammar_waits=0, host_seconds=0.0, wait_seconds=0.0
+        )
+
+    def _scheduler_config(self) -> SchedulerConfig:
+        return SchedulerConfig.for_runner(
+            self.config,
+            self.runner,
+            eos_token_ids=self.eos_token_ids,
+            custom_masks=self._custom_masks,
         )
 
     @property
@@ -244,6 +247,22 @@ class EngineCore:
         """Overwrite weights and empty the prefix cache; errors as ``LLM.update_weights``."""
         self._check_idle("update_weights")
         self._change_memory(self.runner.update_weights, named_tensors, partial=partial)
+
+    def set_head_policy(self, policy: HeadPolicy | str | None) -> None:
+        """Let KV heads see other tokens; for arguments and errors see ``LLM.set_head_policy``."""
+        self._check_idle("set_head_policy")
+        self._set_head_policy(policy)
+
+    @recovers
+    def _set_head_policy(self, policy: HeadPolicy | str | None) -> None:
+        former = self.runner.head_policy
+        try:
+            self.runner.set_head_policy(policy)
+        except CapacityError:
+            self.runner.set_head_policy(former)
+            self.scheduler.configure(self._scheduler_config())  # with other blocks, perhaps
+            raise
+        self.scheduler.configure(self._scheduler_config())
 
     def _check_idle(self, call: str) -> None:
         self._check_device()

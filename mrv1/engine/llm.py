@@ -7,12 +7,13 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
+from mrv1.engine.adapter_calls import AdapterCalls
 from mrv1.engine.adapters import LoRARequest
 from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
 from mrv1.engine.core import EngineCore
 from mrv1.engine.guards import in_turn, reports
 from mrv1.engine.image_encoder import ImageEncoder
-from mrv1.engine.llm_options import LLMOptions, resolve_options
+from mrv1.engine.llm_options import LLMOptions, policy_or_text, resolve_options
 from mrv1.engine.outputs import RequestOutput
 from mrv1.engine.prompts import (
     Prompt,
@@ -40,7 +41,7 @@ from mrv1.sampler.params import short
 logger = logging.getLogger(__name__)
 
 
-class LLM:
+class LLM(AdapterCalls):
     """Generates text from a Hugging Face checkpoint.
 
     It holds device memory until ``close`` or the end of ``with``. For asyncio see ``AsyncLLM``.
@@ -377,40 +378,6 @@ class LLM:
         """
         self.shared.abort(request_id)
 
-    # --- adapters -------------------------------------------------------------------------
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before the first request has it; return False if it is loaded already.
-
-        Its folder is read in this thread while requests run. It stays in the host's memory, and is
-        on the device while requests that run have it, and until another one needs the slot.
-
-        Raises:
-            RequestError: ``enable_lora`` is off, name or number are another adapter's, or the
-                folder is damaged, of another model, or needs what mrv1 lacks.
-        """
-        adapter = self.engine.adapters.prepared(lora_request)
-        return self._turns.take(lambda: self.engine.adapters.add(adapter))
-
-    @in_turn
-    def remove_lora(self, lora_int_id: int) -> bool:
-        """Forget an adapter; return False if there is none. Requests that have it keep it."""
-        return self.engine.remove_lora(lora_int_id)
-
-    @in_turn
-    def pin_lora(self, lora_int_id: int) -> bool:
-        """Let an adapter keep its slot of the device once it has one; return True.
-
-        Raises:
-            RequestError: no such adapter is loaded, or all slots but one are pinned.
-        """
-        return self.engine.pin_lora(lora_int_id)
-
-    @reports
-    def list_loras(self) -> set[int]:
-        """Return the numbers of the loaded adapters."""
-        return self.engine.adapters.ids
-
     # --- memory and weights ---------------------------------------------------------------
 
     @in_turn
@@ -476,6 +443,28 @@ class LLM:
         """
         self.shared.abort_forgotten()
         self.engine.update_weights(named_tensors, partial=partial)
+
+    @in_turn
+    def set_head_policy(self, policy: HeadPolicy | str | Path | None) -> None:
+        """Let KV heads see other tokens from now on, with a KV cache divided anew.
+
+        The weights stay where they are. The memory of the cache is allocated again, the prefix
+        cache is emptied, and CUDA graphs are captured. Outputs are those of a new ``LLM`` with
+        ``head_policy=policy``. An error changes nothing.
+
+        Args:
+            policy: as the option ``head_policy``; None = the checkpoint's, or else every head sees
+                all that its layer sees.
+
+        Raises:
+            ConfigError: the policy cannot be read or is not for this model, or there are several
+                ranks.
+            CapacityError: the new cache does not fit.
+            RuntimeError: a request is unfinished, or weights or KV cache are asleep.
+        """
+        self.shared.abort_forgotten()
+        with self._turns.reports:  # they need a cache
+            self.engine.set_head_policy(policy_or_text(policy))
 
     @in_turn
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:

@@ -42,6 +42,17 @@ class LLMOptions(EngineConfig):
     only if stderr is a terminal."""
 
 
+def policy_or_text(policy: object) -> HeadPolicy | str | None:
+    """Return a policy, or the text that names one; ConfigError: it is neither, nor a path."""
+    if isinstance(policy, Path):
+        return str(policy)
+    if policy is None or isinstance(policy, HeadPolicy | str):
+        return policy
+    raise ConfigError(
+        f"head_policy: expected a HeadPolicy, a file, a folder or a rule, got {short(policy)}"
+    )
+
+
 def resolve_options(
     model: str | Path,
     head_policy: HeadPolicy | str | Path | None,
@@ -67,10 +78,10 @@ def resolve_options(
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise TypeError(f"{name}: expected an option of LLM, got an unknown one{hint}")
-    policy = head_policy if isinstance(head_policy, HeadPolicy) else None
-    if policy is None and head_policy is not None:
-        is_path = isinstance(head_policy, Path)
-        given["head_policy"] = str(head_policy) if is_path else head_policy
+    source = policy_or_text(head_policy)
+    policy = source if isinstance(source, HeadPolicy) else None
+    if isinstance(source, str):
+        given["head_policy"] = source
     given["model"] = str(model) if isinstance(cast("object", model), Path) else model
     config = EngineConfig(**given)
     resolve_device(config.vision_device, "vision_device")  # not with the first image

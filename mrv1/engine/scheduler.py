@@ -49,30 +49,33 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
         """Make the pools of the head groups; ``speculation`` proposes drafts, None = no drafts."""
-        self.pools = HeadPools(config.num_blocks, config.block_size, config.keeps)
-        self.block_size = config.block_size
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_steps_in_flight = config.max_steps_in_flight
         self.num_preemptions = 0
         self.num_stale_outputs = 0  # dropped rows, whose request had ended or been preempted
         self.wasted_tokens = 0  # tokens scheduled in stale rows
         self.num_nan_rows = 0  # rows that failed because of NaN in their logits
         self.num_finished = 0
         self.num_generated_tokens = 0  # tokens that were appended to a request
-        self.features = FeaturePool(config.num_feature_rows)
-        self._config = config
         self._speculation = speculation
         self._requests: dict[RequestId, Request] = {}  # unfinished, in order of arrival
-        self._eos_token_ids = tuple(sorted(set(config.eos_token_ids)))
         self._next_step_id = 0
+        self.adapter_slots = AdapterSlots(config.max_loras)
+        self.admission = Admission(self.adapter_slots)
+        self.configure(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Schedule with another runner's blocks and limits; no request may be unfinished."""
+        self.pools = HeadPools(config.num_blocks, config.block_size, config.keeps)
+        self.block_size = config.block_size
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_steps_in_flight = config.max_steps_in_flight
+        self.features = FeaturePool(config.num_feature_rows)
+        self._config = config
+        self._eos_token_ids = tuple(sorted(set(config.eos_token_ids)))
         self._slots = SlotTable(config.max_num_seqs, [group for group, _ in self.pools.streaming])
         self.prefix_cache = PrefixCache(
             self.pools, self._slots, is_enabled=config.enable_prefix_caching
         )
-        self.adapter_slots = AdapterSlots(config.max_loras)
-        self.admission = Admission(
-            config, self._slots, self.features, self.prefix_cache, self.adapter_slots
-        )
+        self.admission.configure(config, self._slots, self.features, self.prefix_cache)
         self._start()
 
     def _start(self) -> None:

@@ -277,6 +277,13 @@ class DeviceStep:
             device=device,
         )
 
+    def with_heads(self, head_groups: HeadGroups) -> DeviceStep:
+        """Return a step of the same model, without a draft head, with other head groups."""
+        return DeviceStep(
+            self.config, self.model, self.ops, self.spec, head_groups, self.max_model_len,
+            head_scales=self._head_scales, processors=self.processors,
+        )  # fmt: skip
+
     @property
     def has_visual_experts(self) -> bool:
         """Whether some tokens of prompts have experts for images."""

@@ -322,6 +322,11 @@ class KVCache:
             codes=codes,
         )
 
+    def free(self) -> None:
+        """Give the memory back for good, whoever still has a view of it."""
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all pages and scales."""

@@ -100,6 +100,12 @@ class Listening:
             self._step.layer_events.are_wanted = True
             self._capture_again()
 
+    def move_to(self, step: DeviceStep) -> None:
+        """Let the same listener listen to another step, which has no graphs yet."""
+        step.layer_events.are_wanted = self._step.layer_events.are_wanted
+        self._step = step
+        step.block_tables.keep_ids(bool(self))
+
     def heard(self, plan: StepPlan) -> HeardStep | None:
         """Return what listeners are told of a staged plan; None = there is none."""
         if self._listener is None:

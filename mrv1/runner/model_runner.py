@@ -36,11 +36,12 @@ from mrv1.runner.layer_calls import Listening
 from mrv1.runner.logprobs import LogprobReport, StoredLogprobs
 from mrv1.runner.preparation import StepPreparation
 from mrv1.runner.profile import kv_bytes
-from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
+from mrv1.runner.report import StartClock
 from mrv1.runner.rows import DeviceRows
+from mrv1.runner.runner_reports import RunnerReports
 from mrv1.runner.sleep import SleepMode
 from mrv1.runner.staging import Sent
-from mrv1.runner.start import allocate_cache, build_parts
+from mrv1.runner.start import RunnerParts, allocate_cache, build_parts, with_policy
 from mrv1.runner.step import Int32Array, StepPlan
 from mrv1.sampler import LogitsProcessor, LogitsProcessors
 
@@ -78,7 +79,7 @@ def is_caused_by(
     return error is not None
 
 
-class ModelRunner:
+class ModelRunner(RunnerReports):
     """Executes the steps a scheduler plans; makes no scheduling decisions itself.
 
     Only one host thread may call it. On a GPU all work goes to the current stream, and ``execute``
@@ -120,6 +121,7 @@ class ModelRunner:
             UnsupportedDeviceError: the device does not exist or cannot run mrv1.
             CapacityError: weights, the largest step or the KV cache do not fit.
         """
+        super().__init__()
         self._parallel = parallel or ParallelContext()
         self._closed = False
         self._unusable: str | None = None
@@ -129,13 +131,11 @@ class ModelRunner:
         self._pending: _Launched | None = None
         """The step that ``forward`` has launched and ``sample`` has to complete."""
         self._start_clock = StartClock()
-        self.num_graph_steps = 0
-        """Steps that ran as CUDA graphs, sampling included."""
         self.device = resolve_device(config.device)
         tell_of_forks(self)
         self.path = kernel_path(self.device)
         with self._on_device(), within_memory("model", "weights", self.device):
-            self._parts = parts = build_parts(
+            parts = build_parts(
                 config,
                 self.device,
                 model=model,
@@ -146,19 +146,25 @@ class ModelRunner:
                 clock=self._start_clock,
                 progress=progress,
             )
-            self._step = step = parts.step
-            self._preparation = StepPreparation(step)
-            self.listening = Listening(step, parts.model_config.num_kv_heads, self._capture_again)
-            self._launches: Launches = step
-        self.config, self.head_policy = parts.config, parts.head_policy
-        self.model, self.model_config = step.model, step.model.config
-        self.spec, self.head_groups = step.spec, step.head_groups
-        self.max_model_len = step.max_model_len
-        self.attention, self.sampler, self.features = step.attention, step.sampler, step.features
-        self.state, self.block_tables, self._outputs = step.state, step.block_tables, step.outputs
-        self._unusable = _NO_CACHE
+            heads = parts.model_config.num_kv_heads
+            self.listening = Listening(parts.step, heads, self._capture_again)
+            self._take_parts(parts)
         if allocates:
             self.allocate_kv_cache(progress=progress)
+
+    def _take_parts(self, parts: RunnerParts) -> None:
+        """Run with these parts, once they have a KV cache."""
+        self._parts, self._step = parts, parts.step
+        self._preparation = StepPreparation(parts.step)
+        self._launches: Launches = parts.step
+        self.config, self.head_policy = parts.config, parts.head_policy
+        self.model, self.model_config = parts.step.model, parts.step.model.config
+        self.spec, self.head_groups = parts.step.spec, parts.step.head_groups
+        self.max_model_len = parts.step.max_model_len
+        self.attention, self.sampler = parts.step.attention, parts.step.sampler
+        self.features, self.state = parts.step.features, parts.step.state
+        self.block_tables, self._outputs = parts.step.block_tables, parts.step.outputs
+        self._unusable = _NO_CACHE
 
     def measure_kv_cache_bytes(self) -> int:
         """Return the bytes for a KV cache: configured, or left by the weights and a full step.
@@ -438,6 +444,27 @@ class ModelRunner:
             with self.between_steps():
                 self._sleep.capture_again()
 
+    def set_head_policy(self, policy: HeadPolicy | str | None) -> None:
+        """Let KV heads see other tokens, with a new KV cache; see ``LLM.set_head_policy``.
+
+        The caller has ended every request. CapacityError: there is no cache until a call succeeds.
+        """
+        if self._unusable != _NO_CACHE:
+            self.check_usable()
+            self._check_sampled()
+        parts = with_policy(self._parts, policy, self._parallel)
+        with self._on_device():
+            self._outputs.drain()
+            self._synchronize()
+            self.count_former_steps()
+            self._step.graphs.clear()
+            self.kv_cache.free()
+            self._take_parts(parts)
+            self.listening.move_to(parts.step)
+            gc.collect()
+            release_cached_memory(self.device)
+        self.allocate_kv_cache(progress=False)
+
     # --- memory and weights ---------------------------------------------------------------
     @property
     def memory(self) -> SleepMode:
@@ -527,45 +554,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # --- reports --------------------------------------------------------------------------
-    @property
-    def num_staging_waits(self) -> int:
-        """How often a launch waited for the older step that used the same pinned buffers."""
-        return self._outputs.num_waits
-
-    @property
-    def gpu_seconds(self) -> float:
-        """Seconds that the GPU has worked on finished steps; 0 on a CPU."""
-        return self._outputs.gpu_seconds
-
-    @property
-    def start_seconds(self) -> dict[str, float]:
-        """Seconds of each part of the start: weights, kernels, ranks, memory, graphs, warm-up."""
-        return dict(self._start_clock.seconds)
-
-    @property
-    def num_compilations(self) -> int:
-        """How often Triton has compiled or loaded a kernel since the runner was built."""
-        return self._compilations.total() - self._num_warm_up_compilations
-
-    def describe(self) -> str:
-        """Return one line: device, path, dtypes, blocks and their bytes."""
-        num_graphs = len(self._step.graphs.shapes) if self.captures_graphs else 0
-        return describe_runner(
-            self.config,
-            self.path,
-            self.model,
-            self.kv_cache,
-            self._parts.conversion,
-            num_graphs,
-            self.head_policy,
-            self.kv_report()["total_bytes"],
-        )
-
-    def kv_report(self) -> KVReport:
-        """Return the KV cache's sizes in bytes."""
-        return report_of(self.kv_cache, self._parts.streaming_demand, self.features.nbytes)
-
+    # --- end ------------------------------------------------------------------------------
     def close(self) -> None:
         """Free the device memory for good; in a forked child that of a GPU stays the parent's."""
         is_elsewhere = self.device.type == "cuda" and self._unusable == FORKED

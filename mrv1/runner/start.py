@@ -46,6 +46,8 @@ class RunnerParts:
     streaming_demand: StreamingDemand
     conversion: Conversion | None
     """How the GPU converts the cache's codes; None = the cache has none."""
+    is_checkpoint: bool
+    """Whether the model is that of the configured checkpoint, not one of the caller's."""
 
 
 def build_parts(
@@ -66,6 +68,7 @@ def build_parts(
             "tensor_parallel_size: expected a ParallelContext of as many ranks, "
             f"{config.tensor_parallel_size}, got {parallel.size}"
         )
+    is_checkpoint = model is None
     codes = FORMATS.get(config.kv_cache_dtype)
     # Fails before anything loads.
     conversion = None if codes is None else codes.conversion(device)
@@ -89,14 +92,8 @@ def build_parts(
     # A model that cannot be divided fails here.
     parallel.shard(model_config, deterministic=config.deterministic)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
-    policy = resolve_policy(config, model_config, head_policy, is_checkpoint=model is None)
-    mixes = any(len({seen.is_full for seen in layer}) > 1 for layer in policy.heads)
-    if config.deterministic and parallel.size > 1 and mixes:
-        raise ConfigError(
-            "head_policy: expected layers of full or of streaming heads alone with "
-            f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
-            "rank's heads, got both in a layer"
-        )
+    policy = resolve_policy(config, model_config, head_policy, is_checkpoint=is_checkpoint)
+    _check_sums(policy, config, parallel)
     head = _draft_head(config, model_config, policy)
     if head is not None:
         config = replace(config, max_draft_tokens=config.num_head_drafts)
@@ -181,7 +178,51 @@ def build_parts(
         step=step,
         streaming_demand=StreamingDemand(config, max_model_len),
         conversion=conversion,
+        is_checkpoint=is_checkpoint,
     )
+
+
+def with_policy(
+    parts: RunnerParts, policy: HeadPolicy | str | None, parallel: ParallelContext
+) -> RunnerParts:
+    """Return parts for another head policy, with a step of their own around the same model.
+
+    ``policy`` is a policy, the text that names one, or None = the one without ``head_policy``.
+
+    Raises:
+        ConfigError: the policy cannot be read, is not for this model, or does not go with the
+            backend, with a draft head or with ``deterministic`` ranks.
+        CapacityError: the state of requests does not fit.
+    """
+    step, model_config = parts.step, parts.model_config
+    given = policy if isinstance(policy, HeadPolicy) else None
+    config = replace(parts.config, head_policy=policy if isinstance(policy, str) else None)
+    new = resolve_policy(config, model_config, given, is_checkpoint=parts.is_checkpoint)
+    _check_sums(new, config, parallel)
+    if step.drafts is not None:
+        _draft_head(config, model_config, new)
+        return parts  # all heads are full, as before
+    head_groups = resolve_head_groups(config, new, step.max_model_len)
+    with within_memory("max_num_seqs", "the state of requests", step.device):
+        own = head_groups.slice(parallel.rank, parallel.size)
+        return replace(
+            parts,
+            config=config,
+            head_policy=new,
+            head_groups=head_groups,
+            step=step.with_heads(own),
+        )
+
+
+def _check_sums(policy: HeadPolicy, config: EngineConfig, parallel: ParallelContext) -> None:
+    """Raise ConfigError if ranks would add in an order that depends on the policy."""
+    mixes = any(len({seen.is_full for seen in layer}) > 1 for layer in policy.heads)
+    if config.deterministic and parallel.size > 1 and mixes:
+        raise ConfigError(
+            "head_policy: expected layers of full or of streaming heads alone with "
+            f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
+            "rank's heads, got both in a layer"
+        )
 
 
 def _compiled(kernels: KernelSet, *, progress: bool) -> AbstractContextManager[None]:

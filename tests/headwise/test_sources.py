@@ -140,7 +140,9 @@ def test_the_engine_takes_every_source(tmp_path, pattern, monkeypatch):
                             ("ratio=0.5,windw=8", "got 'windw=8'")):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             LLM("tiny", head_policy=source, **options)
-    with pytest.raises(ConfigError, match="expected a file, a folder or a rule, got 5"):
+    with pytest.raises(
+        ConfigError, match="expected a HeadPolicy, a file, a folder or a rule, got 5"
+    ):
         LLM("tiny", head_policy=5, **options)
     monkeypatch.setenv("MRV1_HEAD_POLICY", "ratio=0.5,window=none")
     assert variable_warnings() == [

@@ -158,6 +158,13 @@ class ParallelRunner(ModelRunner):
         """Let each rank tell a listener of its own; see ``ModelRunner.set_kv_listener``."""
         self._controls.set_kv_listener(listener)
 
+    def set_head_policy(self, policy: HeadPolicy | str | None) -> None:
+        """Raise ConfigError: other heads change each rank's memory, which they share."""
+        raise ConfigError(
+            "set_head_policy: expected one rank, got tensor_parallel_size="
+            f"{self.config.tensor_parallel_size}; make a new engine with head_policy="
+        )
+
     def sleep(self, level: int = 1) -> None:
         """Free memory on every rank; see ``ModelRunner.sleep``."""
         self._controls.sleep(level)
