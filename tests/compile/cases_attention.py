@@ -406,7 +406,10 @@ def _warp_group_cases() -> list[AotCase]:
     shared += [
         case(torch.bfloat16, 16, head_dim, splits=True, merged=True) for head_dim in (96, 128, 256)
     ]
-    shared.append(case(torch.bfloat16, 16, splits=True, merged=True, masks="sinks"))
+    shared += [
+        case(torch.bfloat16, 16, splits=True, merged=True, masks=masks)
+        for masks in ("sinks", "window", "ring sinks")
+    ]
     shared += [
         case(torch.bfloat16, 16, splits=splits, some_heads=True) for splits in (False, True)
     ]

@@ -35,7 +35,7 @@ def _call(q: torch.Tensor, layout: KVLayout, num_queries: int) -> PrefillCall:
 
 
 @given(
-    num_splits=st.sampled_from([4, 5, 8, 16]), num_queries=st.integers(0, 5),
+    num_splits=st.sampled_from([4, 5, 8, 16, 17, 32, 44]), num_queries=st.integers(0, 5),
     group=st.sampled_from([1, 3, 4]), head_dim=st.sampled_from([16, 80, 128]),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]), seed=st.integers(0, 99),
     hidden=st.sampled_from([0.0, 0.4, 1.0]),

@@ -182,7 +182,9 @@ def test_warp_groups_agree_with_the_oracle(device, drawn):
 
 
 @pytest.mark.usefixtures("_any_share")
-@given(drawn=_cases(), num_splits=st.sampled_from([2, 3, 16]), fewer=st.sampled_from([0, 3, 30]))
+@given(
+    drawn=_cases(), num_splits=st.sampled_from([2, 3, 16, 32]), fewer=st.sampled_from([0, 3, 30])
+)
 def test_programs_that_share_a_tile_agree_with_the_oracle(device, drawn, num_splits, fewer):
     """Launched twice: the second launch starts with the buffers as the first launch left them."""
     case, group = drawn[0].to(device), drawn[1]
@@ -198,7 +200,7 @@ def test_programs_that_share_a_tile_agree_with_the_oracle(device, drawn, num_spl
 
 
 @pytest.mark.usefixtures("_any_share")
-@given(drawn=_cases(streaming=True), num_splits=st.sampled_from([None, 1, 3, 16]))
+@given(drawn=_cases(streaming=True), num_splits=st.sampled_from([None, 1, 3, 16, 32]))
 def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, num_splits):
     """All in one launch, with the buffers that the full heads need."""
     case, group = drawn[0].to(device), drawn[1]
@@ -213,7 +215,7 @@ def test_full_heads_beside_streaming_heads_agree_with_the_oracle(device, drawn, 
 
 @pytest.mark.usefixtures("_any_share")
 @given(
-    drawn=_cases(windows=True), num_splits=st.sampled_from([None, 1, 3, 16]),
+    drawn=_cases(windows=True), num_splits=st.sampled_from([None, 1, 3, 16, 32]),
     has_logits=st.booleans(), data=st.data(),
 )  # fmt: skip
 def test_windows_soft_caps_and_sinks_agree_with_the_oracle(

@@ -20,7 +20,11 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 
 MIN_DOT_ROWS = 16  # fewest rows that ``tl.dot`` accepts
 MAX_SPLITS = 16
-"""Most programs per tile: all partial results of a row are in registers when they are merged."""
+"""Most programs per tile whose partial results its last program merges, and that ``merge`` has in
+registers at a time."""
+MAX_MERGED_SPLITS = 32
+"""Most programs per tile whose partial results ``merge`` merges: where few heads are full, so many
+fill the device."""
 MIN_MERGED_SPLITS = 4
 """Fewest programs per tile whose partial results ``merge`` merges. Of fewer, the last program to
 finish does: a second launch also costs where contexts are too short to divide."""
@@ -340,8 +344,8 @@ class PrefillSplits:
             num_q_heads: query heads, a multiple of the layout's KV heads.
             dtype: of the queries.
             page_format: how the cache stores values; None = as they are, like the queries.
-            num_splits: programs per tile, 1 to 16; None = up to 16, so that the programs of
-                all tiles of the batch together fill the device.
+            num_splits: programs per tile, 1 to 32; None = as many as fill the device, of all
+                tiles of the batch together.
 
         Returns:
             The buffers; None where every tile has one program of its own.
@@ -349,8 +353,10 @@ class PrefillSplits:
         Raises:
             ValueError: ``num_splits`` is out of range.
         """
-        if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
-            raise ValueError(f"num_splits: expected None or 1 to {MAX_SPLITS}, got {num_splits}")
+        if num_splits is not None and not 1 <= num_splits <= MAX_MERGED_SPLITS:
+            raise ValueError(
+                f"num_splits: expected None or 1 to {MAX_MERGED_SPLITS}, got {num_splits}"
+            )
         layer = PrefillLayer(layout, dtype, page_format or PageFormat.plain(dtype), num_q_heads)
         device = layout.head_base.device
         tile_queries = choose_config(layer, max_query_len).tile_rows // layer.group
@@ -408,7 +414,7 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
     num_heads = len(layout.full_heads) or layout.num_kv_heads
     fewest = max(num_tokens // tile_queries, 1) * num_heads
     num_sms = device_info(layout.head_base.device).num_sms
-    num_splits = min(num_sms // fewest, MAX_SPLITS)  # of warp groups: their programs are larger
+    num_splits = min(num_sms // fewest, MAX_MERGED_SPLITS)  # of warp groups, which are larger
     if _division(layer, max_query_len, num_splits) != "merged":
         num_splits = min(PROGRAMS_PER_SM * num_sms // fewest, MAX_SPLITS)
     return num_splits
@@ -416,16 +422,20 @@ def _choose_num_splits(layer: PrefillLayer, max_query_len: int, num_tokens: int)
 
 def _division(layer: PrefillLayer, max_query_len: int, num_splits: int) -> Division:
     """Return the division of tiles that have at most so many programs each."""
-    # With windows the merge was not measured.
-    is_many = num_splits >= MIN_MERGED_SPLITS and not layer.layout.has_window
+    is_many = num_splits >= MIN_MERGED_SPLITS and merges_layer(layer.layout)
     if is_many and choose_kernel(layer, max_query_len, "merged") is not None:
         return "merged"
     return "keys" if num_splits > 1 else "tiles"
 
 
+def merges_layer(layout: KVLayout) -> bool:
+    """Return whether ``merge`` may follow: streaming heads alone have few partial results."""
+    return len(layout.full_heads) > 0 and not layout.visits_masked
+
+
 def _in_layer(division: Division, layer: PrefillLayer) -> Division:
     """Return how a layer's launches are divided with splits that may be of another layer."""
-    return "keys" if division == "merged" and layer.layout.has_window else division
+    return "keys" if division == "merged" and not merges_layer(layer.layout) else division
 
 
 class LaunchChoice(NamedTuple):
@@ -437,7 +447,7 @@ class LaunchChoice(NamedTuple):
     """The kernel that the addresses may suit, perhaps of full heads alone; None = the portable
     one."""
     merged_splits: int
-    """Partial results of a query that ``merge`` takes, at most; 0 = it is not launched."""
+    """Partial results of a query that ``merge`` takes at a time; 0 = it is not launched."""
 
 
 def choose_launch(
@@ -456,7 +466,7 @@ def choose_launch(
     merges = kernel is not None and division == "merged"
     return LaunchChoice(
         choose_config(layer, max_query_len), division, kernel,
-        merged_splits=next_power_of_2(num_splits) if merges else 0,
+        merged_splits=min(next_power_of_2(num_splits), MAX_SPLITS) if merges else 0,
     )  # fmt: skip
 
 

@@ -15,7 +15,12 @@ from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels.attention.prefill import hopper_fp8
 from mrv1.kernels.attention.prefill import warp_groups as wg
 from mrv1.kernels.attention.prefill.call import PrefillCall
-from mrv1.kernels.attention.prefill.choice import PROGRAMS_PER_SM, WARP_GROUP_TILES, PrefillSplits
+from mrv1.kernels.attention.prefill.choice import (
+    PROGRAMS_PER_SM,
+    WARP_GROUP_TILES,
+    PrefillSplits,
+    merges_layer,
+)
 from mrv1.kernels.attention.prefill.merge import merge_splits
 from mrv1.kernels.attention.prefill.warp_groups import (
     CONSUMER_REGISTERS,
@@ -292,8 +297,9 @@ def launch(call: PrefillCall, splits: PrefillSplits | None, scales: KVScales | N
     """Launch the kernel; programs share tiles if there are ``splits``."""
     num_programs, num_heads = call.num_pairs, call.heads[1]
     parts: tuple[object, ...] = (None, None, None, None, 0, 0)
-    # With a window the last program merges, whichever layer the splits were made for.
-    counts = None if splits is None or call.layout.has_window else splits.counts
+    counts = None  # the last program merges, whichever layer the splits were made for
+    if splits is not None and merges_layer(call.layout) and not call.full_only:
+        counts = splits.counts
     if splits is not None:  # whose programs are smaller: two of them fit a multiprocessor
         num_sharing = max(splits.num_programs // PROGRAMS_PER_SM, num_heads)
         if call.has_window and len(call.layout.full_heads):
