@@ -251,7 +251,7 @@ def test_padding_takes_no_program_from_the_tiles(device, query_lens, num_tiles):
 
 
 def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
-    """Two programs per multiprocessor, divided by the tiles of all heads; sixteen at most."""
+    """Two programs per multiprocessor, divided by all heads' tiles, 16 at most; or merged."""
     info = type("Info", (), {"num_sms": 132, "capability": (8, 9)})()
     monkeypatch.setattr(prefill_choice, "device_info", lambda _: info)
     layout = KVLayout.hnd(8, 16, 128, device=device)
@@ -272,7 +272,7 @@ def test_the_number_of_programs_that_share_a_tile(device, monkeypatch):
     assert found(16, num_splits=1) == 1
     roles = [HeadRole()] * 3 + [HeadRole(window=64, sink=16)] * 5
     layout = KVLayout.hnd(8, 16, 128, roles=roles, device=device)  # the three full heads count
-    assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 16, 14, 5, 2, 1]
+    assert [found(n) for n in (0, 1, 96, 256, 704, 720)] == [None, 32, 7, 5, 2, 1]  # seven: merged
 
 
 def test_decodes_are_prefilled_too_where_tiles_come_from_a_queue(device, monkeypatch):
