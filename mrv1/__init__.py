@@ -11,6 +11,7 @@ from mrv1 import environment as environment  # reads TRITON_INTERPRET now, once 
 from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from mrv1.calibration import CalibrateOptions, Calibration, calibrate
     from mrv1.config import EngineConfig
     from mrv1.engine import (
         LLM,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         StepError,
         UnsupportedDeviceError,
     )
-    from mrv1.headwise import HeadPolicy
+    from mrv1.headwise import HeadPolicy, HeadRanking, Visible
     from mrv1.integrations.llguidance import StructuredOutputsParams
     from mrv1.multimodal import MultimodalItem
     from mrv1.runner import AsyncOutput, ModelRunner, StepOutput, StepPlan
@@ -39,6 +40,7 @@ else:
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "calibration": ["CalibrateOptions", "Calibration", "calibrate"],
             "config": ["EngineConfig"],
             "engine": [
                 "LLM",
@@ -58,7 +60,7 @@ else:
                 "StepError",
                 "UnsupportedDeviceError",
             ],
-            "headwise": ["HeadPolicy"],
+            "headwise": ["HeadPolicy", "HeadRanking", "Visible"],
             "integrations.llguidance": ["StructuredOutputsParams"],
             "multimodal": ["MultimodalItem"],
             "runner": ["AsyncOutput", "ModelRunner", "StepOutput", "StepPlan"],
@@ -72,11 +74,14 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncOutput",
+    "CalibrateOptions",
+    "Calibration",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
     "HeadPolicy",
+    "HeadRanking",
     "LoRARequest",
     "LogitsContext",
     "LogitsProcessor",
@@ -94,5 +99,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "UnsupportedDeviceError",
+    "Visible",
     "__version__",
+    "calibrate",
 ]

@@ -325,11 +325,12 @@ class EngineConfig:
         default_factory=VARIABLES[HEAD_POLICY_VARIABLE]
     )
     """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
-    heads streams; also ``full_layers_every``), the JSON file of a ``HeadPolicy``, the folder of a
-    DuoAttention pattern (half of the heads stream), or a checkpoint whose ``config.json`` has
-    FastDeploy's fields or RTPurbo's. Default: the environment variable ``MRV1_HEAD_POLICY``, else
-    the fields of the model's own checkpoint, else each head sees all tokens that its layer
-    sees."""
+    heads streams, the leading ones; also ``full_layers_every``),
+    ``ranking=report.json,budget=0.5`` (the most important half of the heads stays full), the JSON
+    file of a ``HeadPolicy``, the folder of a DuoAttention pattern (half of the heads stream), or a
+    checkpoint whose ``config.json`` has FastDeploy's fields or RTPurbo's. Default: the environment
+    variable ``MRV1_HEAD_POLICY``, else the fields of the model's own checkpoint, else each head
+    sees all tokens that its layer sees."""
     window_recycling: bool = True
     """Free the blocks that heads with a window no longer see. If off, and always with FlashInfer,
     all heads share one block table and keep all blocks."""

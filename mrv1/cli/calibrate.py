@@ -36,7 +36,11 @@ def calibrate_command(
     ] = True,
     report: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="JSON file: every head's loss and all measurements."),
+        typer.Option(
+            dir_okay=False,
+            help="JSON file: the ranking, of which `mrv1 policy make` cuts a policy for any "
+            "budget, and all measurements.",
+        ),
     ] = None,
 ) -> None:
     """Find the KV heads that need the whole context; the others may stream.
@@ -75,10 +79,7 @@ def calibration_result(options: CalibrateOptions, found: Calibration) -> dict[st
         "bench": "calibrate",
         **provenance(resolve_device(options.device), None),
         "options": settings,
-        "order": [
-            {"layer": layer, "head": head, "loss": loss}
-            for (layer, head), loss in zip(found.ranking.order, found.ranking.losses, strict=True)
-        ],
+        "ranking": found.ranking.to_json(),
         "full": dataclasses.asdict(found.full),
         "calibrated": dataclasses.asdict(found.calibrated),
     }

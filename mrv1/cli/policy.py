@@ -28,8 +28,9 @@ app = typer.Typer(
 )
 
 SOURCE_HELP = (
-    "A rule such as ratio=0.5,window=256,sink=64, a JSON file, or the folder of a DuoAttention "
-    "pattern or of a checkpoint with FastDeploy's or RTPurbo's fields."
+    "A rule such as ratio=0.5,window=256,sink=64 (the leading heads stream) or "
+    "ranking=report.json,budget=0.5, a JSON file, or the folder of a DuoAttention pattern or of a "
+    "checkpoint with FastDeploy's or RTPurbo's fields."
 )
 Model = Annotated[
     str | None,
@@ -79,12 +80,36 @@ def make(
         float | None,
         typer.Option(help="Share of heads that stream, for a DuoAttention pattern. Default: 0.5."),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the ranked heads that stay full: the source is then a ranking, such as "
+            "the report of `mrv1 calibrate`, or 'smollm2', which ships. With --context: share of "
+            "the KV cache."
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the request whose KV cache takes at most the --budget."),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Of the streaming heads, instead of the ranking's.")
+    ] = None,
+    sink: Annotated[
+        int | None, typer.Option(help="Of the streaming heads, instead of the ranking's.")
+    ] = None,
 ) -> None:
     """Write a head policy to a JSON file."""
     check_target("--output", output)
     given = None
     if sparsity is not None:
         given = HeadPolicy.of_duo_attention(source, sparsity=sparsity)
+    settings = {"budget": budget, "context": context, "window": window, "sink": sink}
+    chosen = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    if chosen:
+        if budget is None:
+            raise ConfigError(f"policy make: expected --budget with {chosen[0]}, got none")
+        source = ",".join([f"ranking={source}", *chosen])
     policy = _read(source, model, given)
     policy.save(output)
     say(f"policy of {_shape(policy)}, {policy.full_share:.0%} of them full, written to {output}")

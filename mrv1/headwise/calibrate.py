@@ -8,18 +8,14 @@ heads is the plain ranking by single losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from mrv1.errors import ConfigError
-from mrv1.headwise.policy import FULL, HeadPolicy, Visible
+from mrv1.headwise.policy import HeadPolicy, Visible
+from mrv1.headwise.ranking import Head, HeadRanking, streaming_policy
 
-Head = tuple[int, int]  # layer and KV head
 Loss = Callable[[HeadPolicy], float]
 Method = Literal["greedy", "single"]  # ``greedy``: several rounds; ``single``: one round
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -30,64 +26,6 @@ ROUND_SHARE = 0.25
 MOST_EXCESS = 2e-3
 """Nats per head: if the loss of a round's heads together exceeds the sum of their single losses by
 more than this, some heads stand in for each other, and the round is halved."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRanking:
-    """Heads ranked by the loss when they stream.
-
-    Attributes:
-        num_layers, num_kv_heads: shape of the model.
-        order: the head that streams first comes first. Heads that are not in ``order`` stay full.
-        losses: for each head in ``order``, the rise of the loss, in nats, when it alone joined the
-            heads that streamed before its round.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    order: tuple[Head, ...]
-    losses: tuple[float, ...]
-
-    def policy(self, budget: float, streaming: Visible) -> HeadPolicy:
-        """Return the policy that keeps the last heads of the order full.
-
-        Args:
-            budget: share of the ranked heads that stay full, in [0, 1], rounded to a number of
-                heads (half to even); at least one, unless it is 0.
-            streaming: window and sink of the other ranked heads.
-
-        Raises:
-            ConfigError: the budget is not in [0, 1].
-        """
-        num_full = num_full_heads(len(self.order), budget)
-        streams = self.order[: len(self.order) - num_full]
-        return streaming_policy(self.num_layers, self.num_kv_heads, streams, streaming)
-
-    def loss_map(self) -> npt.NDArray[np.float64]:
-        """Return ``[layers, kv_heads]``, each head's loss; NaN = the head was not ranked."""
-        losses = np.full((self.num_layers, self.num_kv_heads), np.nan)
-        for head, loss in zip(self.order, self.losses, strict=True):
-            losses[head] = loss
-        return losses
-
-
-def num_full_heads(num_heads: int, budget: float) -> int:
-    """Return how many of ``num_heads`` stay full, as in :meth:`HeadRanking.policy`, errors too."""
-    if not 0 <= budget <= 1:
-        raise ConfigError(f"budget: expected 0 to 1, got {budget}")
-    return max(round(budget * num_heads), 1) if budget else 0
-
-
-def streaming_policy(
-    num_layers: int, num_kv_heads: int, heads: Collection[Head], streaming: Visible
-) -> HeadPolicy:
-    """Return the policy in which ``heads`` stream and the others are full."""
-    return HeadPolicy(
-        tuple(
-            tuple(streaming if (layer, head) in heads else FULL for head in range(num_kv_heads))
-            for layer in range(num_layers)
-        )
-    )
 
 
 def rankable_heads(layer_windows: Sequence[int], num_kv_heads: int) -> list[Head]:
@@ -174,5 +112,9 @@ def rank_heads(
         base = found[left[0]] if size == 1 else together
         left = left[size:]
     return HeadRanking(
-        num_layers=num_layers, num_kv_heads=num_kv_heads, order=tuple(order), losses=tuple(losses)
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        streaming=streaming,
+        order=tuple(order),
+        losses=tuple(losses),
     )

@@ -1,4 +1,4 @@
-"""The texts that name a head policy: a rule, a JSON file, a pattern folder or a checkpoint."""
+"""The texts that name a head policy: a rule, a ranking, a JSON file, a pattern or a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from mrv1.headwise.policy import (
     FASTDEPLOY_FIELD,
     RTPURBO_FIELD,
     HeadPolicy,
+    Visible,
 )
+from mrv1.headwise.ranking import HeadRanking
 
 
 class PolicySource(NamedTuple):
@@ -28,14 +30,22 @@ class PolicySource(NamedTuple):
 
 
 LEAST = {"ratio": 0, "window": 1, "sink": 0, "full_layers_every": 2}  # least values, by setting
+LEAST_RANKING = {"budget": 0, "context": 1, "window": 1, "sink": 0}  # likewise, after ``ranking=``
+SHARES = ("ratio", "budget")  # settings that are numbers from 0 to 1
 
 
 def policy_source(source: str) -> PolicySource:
     """Return the policy that a text names.
 
     ``ratio=0.5,window=256,sink=64`` is a rule: that share of each layer's heads streams, as in
-    ``HeadPolicy.of_ratio``; ``sink`` (0) and ``full_layers_every`` (none) may be left out. Other
-    texts are a path: of the JSON file that ``HeadPolicy.save`` writes, of a folder with a
+    ``HeadPolicy.of_ratio``: the leading heads, whatever they do. ``sink`` (0) and
+    ``full_layers_every`` (none) may be left out.
+
+    ``ranking=report.json,budget=0.25`` keeps that share of the heads of a ``HeadRanking`` full,
+    the most important ones; with ``context=4096`` as many as fit in that share of the cache of
+    4,096 tokens. ``window`` and ``sink`` replace the ranking's.
+
+    Other texts are a path: of the JSON file that ``HeadPolicy.save`` writes, of a folder with a
     DuoAttention pattern (half of the heads stream), or of a checkpoint whose ``config.json`` has
     FastDeploy's fields or RTPurbo's. A path that exists has precedence over a rule.
 
@@ -66,18 +76,12 @@ def policy_source(source: str) -> PolicySource:
 
 
 def _rule(text: str) -> PolicySource:
-    """Return the policy of a rule such as ``ratio=0.5,window=256,sink=64``."""
-    settings: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if name not in LEAST or not equals:
-            raise ConfigError(
-                f"head_policy: expected a file, a folder or a rule of {', '.join(LEAST)}, got "
-                f"{part.strip()!r} in {text!r}"
-            )
-        if name in settings:
-            raise ConfigError(f"head_policy: expected {name} once, got {text!r}")
-        settings[name] = _number(name, value)
+    """Return the policy of a rule such as ``ratio=0.5,window=256,sink=64``, or of a ranking."""
+    if re.match(r"\s*ranking\s*=", text):
+        first, comma, rest = text.partition(",")
+        settings = _settings(rest, LEAST_RANKING, text) if comma else {}
+        return _of_ranking(first.partition("=")[2].strip(), settings)
+    settings = _settings(text, LEAST, text)
     missing = [name for name in ("ratio", "window") if name not in settings]
     if missing:
         raise ConfigError(f"head_policy: expected a rule with {missing[0]}=, got {text!r}")
@@ -89,17 +93,50 @@ def _rule(text: str) -> PolicySource:
     )
 
 
-def _number(name: str, text: str) -> float:
+def _of_ranking(source: str, settings: dict[str, Any]) -> PolicySource:
+    """Return the policy of a ranking, by its file or its model's name, for a budget."""
+    if "budget" not in settings:
+        raise ConfigError(f"head_policy: expected ranking={source},budget=, got no budget")
+    ranking = HeadRanking.load(source)
+    streaming = Visible(
+        settings.get("window", ranking.streaming.window),
+        settings.get("sink", ranking.streaming.sink),
+    )
+    budget, context = settings["budget"], settings.get("context")
+    if context is None:
+        policy = ranking.policy(budget, streaming)
+    else:
+        policy = ranking.policy_of_cache(budget, context, streaming)
+    return PolicySource(lambda _num_layers, _num_kv_heads: policy, policy)
+
+
+def _settings(text: str, least: dict[str, int], whole: str) -> dict[str, Any]:
+    """Return a rule's settings, of which ``least`` has names and least values."""
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in least or not equals:
+            raise ConfigError(
+                f"head_policy: expected a file, a folder or a rule of {', '.join(least)}, got "
+                f"{part.strip()!r} in {whole!r}"
+            )
+        if name in settings:
+            raise ConfigError(f"head_policy: expected {name} once, got {whole!r}")
+        settings[name] = _number(name, value, least[name])
+    return settings
+
+
+def _number(name: str, text: str, least: int) -> float:
     """Return the value of a rule's setting; a ConfigError if of another type or out of range."""
-    most = 1 if name == "ratio" else INT32_MAX
-    kind = "a number" if name == "ratio" else "an integer"
+    most = 1 if name in SHARES else INT32_MAX
+    kind = "a number" if name in SHARES else "an integer"
     try:
-        value = float(text) if name == "ratio" else int(text)
+        value = float(text) if name in SHARES else int(text)
     except ValueError:
         value = float("nan")
-    if not LEAST[name] <= value <= most:  # false for NaN
+    if not least <= value <= most:  # false for NaN
         raise ConfigError(
-            f"head_policy: expected {name}= with {kind} from {LEAST[name]} to {most}, got {text!r}"
+            f"head_policy: expected {name}= with {kind} from {least} to {most}, got {text!r}"
         )
     return value
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mrv1 import HeadPolicy
+from mrv1 import HeadPolicy, HeadRanking, Visible
 from mrv1.config import checkpoint_dir
-from mrv1.headwise import Visible
 from tests.cli.conftest import Mrv1
 from tests.models.families import tiny_checkpoint
 from training.corpus import CORPUS_PATH
@@ -53,9 +52,13 @@ def test_the_head_that_recalls_stays_full(
     assert "policy written to" in result.stderr
     assert "25% of the heads full" in result.stdout
     measured = json.loads(report.read_text("utf-8"))
-    order = [(each["layer"], each["head"]) for each in measured["order"]]
+    order = HeadRanking.load(report).order
     assert order[-1] == RECALL_HEAD
     assert full_heads(policy) == set(order[-4:])
+    cut = tmp_path / "cut.json"
+    result = mrv1("policy", "make", report, "--budget", "0.25", "--output", cut)
+    assert result.exit_code == 0, result.stderr
+    assert HeadPolicy.load(cut) == policy
     assert measured["full"]["accuracy"] == measured["calibrated"]["accuracy"] == 1.0
     assert measured["full"]["num_answers"] == 6
     assert measured["options"]["window"] == 24

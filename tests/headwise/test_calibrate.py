@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from mrv1 import ConfigError
 from mrv1.headwise import FULL, HeadPolicy, Visible, rank_heads, rankable_heads
-from mrv1.headwise.calibrate import METHODS, Head, HeadRanking, Method, num_losses
+from mrv1.headwise.calibrate import METHODS, Method, num_losses
+from mrv1.headwise.ranking import Head, HeadRanking
 
 STREAMING = Visible(64, 16)
 
@@ -132,6 +135,80 @@ def test_a_policy_survives_its_file(tmp_path):
     policy = rank((3, 2), len).policy(0.5, STREAMING)
     policy.save(tmp_path / "policy.json")
     assert HeadPolicy.load(tmp_path / "policy.json") == policy
+
+
+@given(
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 5)),
+    num_tokens=st.integers(1, 5000),
+    share=st.floats(0.01, 1),
+    streaming=st.builds(Visible, st.integers(1, 300), st.integers(0, 80)),
+)
+def test_a_share_of_the_cache_keeps_as_many_full_heads_as_fit(shape, num_tokens, share, streaming):
+    """One more full head would need more than the share, in blocks that the heads keep."""
+    ranking = rank(shape, len)
+    num_heads = shape[0] * shape[1]
+
+    def cache_share(policy: HeadPolicy) -> float:
+        full = -(-num_tokens // 16)
+        blocks = [
+            full if seen.is_full else min(full, seen.num_blocks(16))
+            for layer in policy.heads
+            for seen in layer
+        ]
+        return sum(blocks) / (full * num_heads)
+
+    policies = [ranking.policy(count / num_heads, streaming) for count in range(num_heads + 1)]
+    fitting = [policy for policy in policies if cache_share(policy) <= share * (1 + 1e-12)]
+    if not fitting:
+        with pytest.raises(ConfigError, match="budget: expected at least"):
+            ranking.policy_of_cache(share, num_tokens, streaming)
+    else:
+        found = ranking.policy_of_cache(share, num_tokens, streaming)
+        assert cache_share(found) == max(map(cache_share, fitting))
+        assert found in fitting
+
+
+def test_a_ranking_survives_its_file_and_a_report(tmp_path):
+    ranking = rank((3, 2), lambda streams: sum(layer + head for layer, head in streams))
+    assert ranking.policy(0.5) == ranking.policy(0.5, STREAMING)
+    for content in (ranking.to_json(), {"bench": "calibrate", "ranking": ranking.to_json()}):
+        (tmp_path / "ranking.json").write_text(json.dumps(content))
+        assert HeadRanking.load(tmp_path / "ranking.json") == ranking
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 2}, "expected version 1"),
+        ({"num_layers": 0}, "num_layers, num_kv_heads, window >= 1, got"),
+        ({"window": True}, "num_layers, num_kv_heads, window >= 1, got"),
+        ({"sink": -1}, "expected sink >= 0, got -1"),
+        ({"heads": None}, "each once, of 3 layers of 2 KV heads, got [None]"),
+        ({"heads": []}, "each once, of 3 layers of 2 KV heads, got ()"),
+        ({"heads": [[3, 0, 0.1]]}, "each once, of 3 layers of 2 KV heads, got [[3, 0, 0.1]]"),
+        ({"heads": [[0, 0, "0.1"]]}, "got [[0, 0, '0.1']]"),
+        ({"heads": [[0, 0, 0.1]] * 2}, "each once"),
+        ({"more": 1}, "expected the keys ['heads', 'num_kv_heads'"),
+    ],
+)
+def test_a_file_that_is_no_ranking_is_one_line(tmp_path, change, message):
+    (tmp_path / "ranking.json").write_text(json.dumps(rank((3, 2), len).to_json() | change))
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        HeadRanking.load(tmp_path / "ranking.json")
+    assert str(error.value).startswith("ranking '")
+    assert "\n" not in str(error.value)
+
+
+def test_rankings_that_cannot_be_read_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="ranking 'no_model': expected a readable JSON file, or"):
+        HeadRanking.load("no_model")
+    (tmp_path / "a.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"expected the keys .*, got list"):
+        HeadRanking.load(tmp_path / "a.json")
+    ranking = rank((3, 2), len)
+    for share, num_tokens in ((0, 100), (1.5, 100), (math.nan, 100), (0.5, 0)):
+        with pytest.raises(ConfigError, match=r"(budget|context): expected (more|at least)"):
+            ranking.policy_of_cache(share, num_tokens)
 
 
 def test_layers_with_their_own_window_stay_full():

@@ -10,7 +10,7 @@ import pytest
 
 from mrv1 import LLM, ConfigError, HeadPolicy
 from mrv1.cli.facts import variable_warnings
-from mrv1.headwise import FULL, Visible, policy_source
+from mrv1.headwise import FULL, HeadRanking, Visible, policy_source
 
 DUO = HeadPolicy(((FULL, Visible(64, 16)), (Visible(64, 16), FULL)))
 
@@ -148,3 +148,32 @@ def test_the_engine_takes_every_source(tmp_path, pattern, monkeypatch):
     assert variable_warnings() == [
         "head_policy: expected window= with an integer from 1 to 2147483647, got 'none'"
     ]
+
+
+def test_a_ranking_serves_every_budget(tmp_path):
+    ranking = HeadRanking(
+        num_layers=2,
+        num_kv_heads=2,
+        streaming=Visible(48, 16),
+        order=((0, 1), (1, 0), (0, 0), (1, 1)),
+        losses=(0.0, 0.1, 0.2, 0.3),
+    )
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps({"ranking": ranking.to_json()}))
+    for budget in (0, 0.25, 0.5, 1):
+        found = policy_source(f"ranking={file},budget={budget}").policy
+        assert found == ranking.policy(budget)
+    found = policy_source(f"ranking={file}, budget=0.5, window=32, sink=0").policy
+    assert found == ranking.policy(0.5, Visible(32, 0))
+    found = policy_source(f"ranking={file},budget=0.5,context=4096").policy
+    assert found == ranking.policy_of_cache(0.5, 4096)
+    assert found.full_share == 0.25  # streaming heads hold some of the half
+    for text, message in (
+        (f"ranking={file}", r"expected ranking=.*,budget=, got no budget"),
+        (f"ranking={file},budget=2", r"expected budget= with a number from 0 to 1, got '2'"),
+        (f"ranking={file},budget=0.5,context=0", "expected context= with an integer from 1"),
+        (f"ranking={file},ratio=0.5", "rule of budget, context, window, sink, got 'ratio=0.5'"),
+        ("ranking=none.json,budget=0.5", "ranking 'none.json': expected a readable JSON file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            policy_source(text)
