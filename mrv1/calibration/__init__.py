@@ -6,12 +6,16 @@ from mrv1.calibration.options import CalibrateOptions
 from mrv1.calibration.plot import plot_ranking
 from mrv1.calibration.prompts import Texts, load_texts
 from mrv1.calibration.run import Calibration, calibrate
+from mrv1.calibration.tasks import TASKS, TaskPrompts, TaskSample
 
 __all__ = [
+    "TASKS",
     "CalibrateOptions",
     "Calibration",
     "Losses",
     "PolicyModel",
+    "TaskPrompts",
+    "TaskSample",
     "Texts",
     "calibrate",
     "load_texts",

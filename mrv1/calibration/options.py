@@ -31,7 +31,9 @@ class CalibrateOptions:
     """Checkpoint directory with a tokenizer, Hugging Face id, or ``"tiny"``."""
     data: str | Path = SYNTHETIC
     """UTF-8 text file, or ``"synthetic"``: random words. Facts are scattered over the text or the
-    words. The loss counts the answers to questions about the facts and, with a file, its text."""
+    words. The loss counts the answers to questions about the facts and, with a file, its text.
+    ``"tasks"``, for models that follow instructions: questions in plain words about passkeys,
+    special numbers, variables and common words in a long text, through the chat template."""
     budget: Annotated[float, numbers(0, 1, "0 to 1")] = 0.25
     """Share of the heads that stay full. Layers that have a window in the model do not count."""
     window: Annotated[int, at_least(1)] = 256
@@ -42,11 +44,11 @@ class CalibrateOptions:
     """``greedy``: several rounds; a head is tried while all heads of earlier rounds stream.
     ``single``: each head is tried alone; faster, but misses heads that can replace each other."""
     num_prompts: Annotated[int, at_least(1)] = 2
-    """Number of prompts for each loss."""
+    """Number of prompts for each loss; with ``"tasks"`` at least 5, one for each task."""
     num_tokens: Annotated[int, at_least(1)] = 2048
     """Tokens of a prompt."""
     num_facts: Annotated[int, at_least(1)] = 32
-    """Facts of a prompt, and questions about them."""
+    """Facts of a prompt, and questions about them; not of ``"tasks"``."""
     seed: Annotated[int, at_least(0)] = 0
     """Seed of the prompts."""
     dtype: Annotated[Dtype, DTYPES] = "auto"

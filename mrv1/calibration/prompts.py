@@ -15,6 +15,7 @@ from mrv1.headwise.recall import TokenIds
 from mrv1.models import Checkpoint
 
 SYNTHETIC = "synthetic"  # value of ``data`` for random words instead of a text
+TASK_DATA = "tasks"  # value of ``data`` for the prompts of ``mrv1.calibration.tasks``
 MAX_CHARS = 4 << 20  # characters of a file that are read, from its beginning on
 COMMON_WORDS = 97
 """Most frequent words (lowest ids) that are left out, as they fill the running text: as many as in

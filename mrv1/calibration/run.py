@@ -10,9 +10,11 @@ import numpy as np
 from mrv1.calibration.forward import PolicyModel
 from mrv1.calibration.losses import Losses, measure
 from mrv1.calibration.options import CalibrateOptions
-from mrv1.calibration.prompts import load_texts
+from mrv1.calibration.prompts import TASK_DATA, load_texts
+from mrv1.calibration.tasks import TaskPrompts
 from mrv1.config import dtype_name
 from mrv1.device import kernel_path, resolve_device, resolve_dtype
+from mrv1.errors import ConfigError
 from mrv1.headwise import HeadPolicy, HeadRanking, RecallPrompt, rank_heads, rankable_heads
 from mrv1.headwise.calibrate import num_losses
 from mrv1.kernels.registry import select_ops
@@ -47,19 +49,8 @@ def calibrate(
     device = resolve_device(options.device)
     config = ModelConfig.from_pretrained(checkpoint.path)
     heads = rankable_heads(config.layer_windows, config.num_kv_heads)
-    texts = load_texts(checkpoint, options.data, options.num_tokens)
     # Ranking and judging draw separate prompts: text may repeat, places and facts are drawn anew.
-    ranked_on, judged_on = (
-        texts.prompts(
-            np.random.default_rng([options.seed, part]),
-            options.num_prompts,
-            num_tokens=options.num_tokens,
-            num_facts=options.num_facts,
-            sink=options.sink,
-            distance=options.window + 1,  # at ``window``, the question still sees the fact
-        )
-        for part in range(2)
-    )
+    (ranked_on, judged_on), with_text = _prompts(checkpoint, options)
     decoder = load_model(
         checkpoint.path,
         device=device,
@@ -81,7 +72,6 @@ def calibrate(
         total = done + options.num_prompts * (num_losses(num_left, options.method) + 1)
 
     def losses(prompts: list[RecallPrompt], policy: HeadPolicy) -> Losses:
-        with_text = texts.ids is not None
         return measure(model, prompts, policy, with_text=with_text, on_forward=advance)
 
     ranking = rank_heads(
@@ -100,3 +90,33 @@ def calibrate(
         full=losses(judged_on, HeadPolicy.full(config.num_layers, config.num_kv_heads)),
         calibrated=losses(judged_on, policy),
     )
+
+
+def _prompts(
+    checkpoint: Checkpoint, options: CalibrateOptions
+) -> tuple[list[list[RecallPrompt]], bool]:
+    """Return two draws of prompts, and whether their fillers are text to be predicted."""
+    generators = [np.random.default_rng([options.seed, part]) for part in range(2)]
+    if str(options.data) == TASK_DATA:
+        if not checkpoint.has_tokenizer:
+            raise ConfigError(
+                f"calibration: expected a tokenizer in {str(checkpoint.path)!r}, found none"
+            )
+        tasks = TaskPrompts(checkpoint.tokenizer())
+        return [
+            tasks.recall_prompts(rng, options.num_prompts, options.num_tokens)
+            for rng in generators
+        ], False
+    texts = load_texts(checkpoint, options.data, options.num_tokens)
+    draws = [
+        texts.prompts(
+            rng,
+            options.num_prompts,
+            num_tokens=options.num_tokens,
+            num_facts=options.num_facts,
+            sink=options.sink,
+            distance=options.window + 1,  # at ``window``, the question still sees the fact
+        )
+        for rng in generators
+    ]
+    return draws, texts.ids is not None
