@@ -212,6 +212,28 @@ def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
     return Conversion(path="hardware", reason=f"{info.name} converts e4m3")
 
 
+def nibble_path(device: torch.device) -> Conversion:
+    """Return how kernels convert 4-bit codes; UnsupportedDeviceError: a GPU older than sm_80."""
+    if device.type == "cpu":
+        return Conversion(path="hardware", reason="the interpreter's arithmetic is exact")
+    return choose_nibble_path(device_info(device), is_amd=torch.version.hip is not None)
+
+
+def choose_nibble_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
+    """Return how a GPU converts 4-bit codes; UnsupportedDeviceError: it is older than sm_80."""
+    if is_amd:
+        return Conversion(path="integer", reason=f"{info.name}: no NVIDIA GPU, whose products "
+                          "take codes as they are")  # fmt: skip
+    capability = info.capability or (0, 0)
+    if capability < MIN_CAPABILITY:
+        raise UnsupportedDeviceError(
+            f"{info.name} has compute capability {capability[0]}.{capability[1]}; a 4-bit KV cache "
+            "needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a cache "
+            "without scales)"
+        )
+    return Conversion(path="hardware", reason=f"{info.name} multiplies subnormal fp16 exactly")
+
+
 def has_dependent_launch(device: torch.device) -> bool:
     """Return whether ``device`` has dependent launches (CUDA, sm_90 and newer)."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -10,6 +10,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels import AllReduceBuffers, QKNorm, QuantizedWeight, Rope
+from mrv1.kernels.cache.contracts import hadamard_block
 from mrv1.kernels.layers.contracts import Activation, FeatureRows
 from mrv1.kernels.layers.lora import Adapters
 from mrv1.kernels.registry import Ops
@@ -494,6 +495,10 @@ class DecoderModel:
             else:
                 weights = (layer.q_norm, layer.k_norm)
                 _norm_whole(qkv, weights, config.rms_norm_eps, self._ops, self._parallel)
+        hadamard = 0
+        if cache.page_format.mixes_keys:
+            rotary_dim = None if rope is None else rope.cos_sin.shape[1]
+            hadamard = hadamard_block(config.head_dim, rotary_dim)
         q = qkv.unflatten(1, (-1, config.head_dim))[:, : config.num_q_heads]
         return self._ops.qkv_cache_write(
             qkv,
@@ -504,6 +509,7 @@ class DecoderModel:
             num_q_heads=config.num_q_heads,
             rope=rope,
             norm=norm,
+            hadamard=hadamard,
             q_out=q,
             scales=cache.scales,
         )

@@ -42,7 +42,7 @@ except ImportError as error:
 
 from mrv1.errors import ConfigError
 from mrv1.kernels._base.interpreter import number_formats as _number_formats
-from mrv1.kernels.cache.formats import ScaleGranularity
+from mrv1.kernels.cache.formats import FP8, INT4, ScaleGranularity
 from mrv1.kernels.cache.kv_layout import HeadRole, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 
@@ -64,8 +64,10 @@ SPARE_BLOCKS = 3
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 _Pair = tuple[torch.Tensor, torch.Tensor]
-_Scales = torch.Tensor | Literal["token"] | None
-"""Scales given per head, a scale per token, or None: not an fp8 cache."""
+Granularity = ScaleGranularity | Literal["nibbles"]
+"""Of the scales of an fp8 cache, or 4-bit codes with a scale and a zero per token."""
+_Scales = torch.Tensor | Literal["token", "nibbles"] | None
+"""Scales given per head, a scale per token, or None: a cache of values as they are."""
 LARGEST_CODE, SMALLEST_SCALE = np.float32(448), np.float32(1e-12)
 
 
@@ -217,8 +219,8 @@ class PagedCase:
     visible: tuple[torch.Tensor, ...]
     """Per request, [kv_heads, query_len, seq_len] bool: role, causality and missing pages."""
     scales: KVScales | None = None
-    """Of an fp8 case: ``k_cache, v_cache`` are float8_e4m3fn, and ``keys, values`` the values of
-    their codes, in float64. NaN where no token is."""
+    """Of a case with codes: ``k_cache, v_cache`` are float8_e4m3fn, or uint8 of 4-bit codes, and
+    ``keys, values`` the values of their codes, in float64. NaN where no token is."""
     scales_before: KVScales | None = None
     """As ``scales`` before this step's tokens were written."""
 
@@ -562,7 +564,7 @@ class _Vectors:
     raw: torch.Tensor
     """As the model computes them."""
     stored: torch.Tensor
-    """As they are in the cache: raw, or e4m3 codes (uint8)."""
+    """As they are in the cache: raw, e4m3 codes, or two 4-bit codes in each byte (uint8)."""
     dense: torch.Tensor
     """The values that ``stored`` stands for."""
     scale: torch.Tensor
@@ -574,6 +576,8 @@ class _Vectors:
         if scales is None:
             return cls(raw=raw, stored=raw, dense=raw, scale=torch.empty(raw.shape[:2]))
         x = raw.float().numpy()
+        if scales == "nibbles":
+            return cls._of_nibbles(raw, x)
         if isinstance(scales, torch.Tensor):
             scale = np.broadcast_to(scales.numpy(), x.shape[:2])
         else:
@@ -608,6 +612,25 @@ class _Vectors:
         return cls._of_codes(raw, before, old), cls._of_codes(raw, after, new)
 
     @classmethod
+    def _of_nibbles(cls, raw: torch.Tensor, x: npt.NDArray[np.float32]) -> _Vectors:
+        """Return finite vectors as 4-bit codes; a scale's low byte is the zero, in sixteenths."""
+        lowest = np.minimum(x.min(axis=-1), np.float32(0))
+        highest = np.maximum(x.max(axis=-1), np.float32(0))
+        largest = np.float32(15)
+        scale = np.maximum(highest / largest - lowest / largest, SMALLEST_SCALE)
+        sixteenths = np.rint(-lowest / scale * np.float32(16)).astype(np.uint32)
+        scale = ((scale.view(np.uint32) & np.uint32(0xFFFFFF00)) | sixteenths).view(np.float32)
+        zero = (sixteenths.astype(np.float32) / np.float32(16))[..., None]
+        codes = np.clip(np.rint(x / scale[..., None] + zero), 0, 15).astype(np.uint8)
+        values = (codes - zero.astype(np.float64)) * scale[..., None]
+        return cls(
+            raw=raw,
+            stored=torch.from_numpy(codes[..., 0::2] + 16 * codes[..., 1::2]),
+            dense=torch.from_numpy(values),
+            scale=torch.from_numpy(scale),
+        )
+
+    @classmethod
     def _of_codes(
         cls, raw: torch.Tensor, codes: npt.NDArray[np.uint8], scale: npt.NDArray[np.float32]
     ) -> _Vectors:
@@ -640,11 +663,13 @@ class _Caches:
         return cls(layout=layout, k=k, v=v)
 
     @classmethod
-    def empty_fp8(
-        cls, layout: LayoutCase, granularity: ScaleGranularity, static: _Pair | None
+    def empty_codes(
+        cls, layout: LayoutCase, granularity: Granularity, static: _Pair | None
     ) -> _Caches:
         """Return NaN codes and NaN scales, or the scales given per head."""
-        k, v = (torch.full((layout.num_elements,), 0x7F, dtype=torch.uint8) for _ in range(2))
+        is_nibbles = granularity == "nibbles"
+        num_bytes = layout.num_elements // (2 if is_nibbles else 1)
+        k, v = (torch.full((num_bytes,), 0x7F, dtype=torch.uint8) for _ in range(2))
         if static is not None:
             per_head = KVScales.per_head(static[0].clone(), static[1].clone())
             return cls(layout=layout, k=k, v=v, scales=per_head)
@@ -652,9 +677,10 @@ class _Caches:
         scales = KVScales.build(
             torch.full((count,), math.nan),
             torch.full((count,), math.nan),
-            granularity=granularity,
+            granularity="token" if granularity == "nibbles" else granularity,
             base=base,
             block_stride=block_stride,
+            codes=INT4 if is_nibbles else FP8,
         )
         return cls(layout=layout, k=k, v=v, scales=scales)
 
@@ -669,7 +695,9 @@ class _Caches:
             + block * self.layout.block_stride[head]
             + offset * self.layout.token_stride
         )
-        index = torch.from_numpy(address[:, None] + np.arange(self.layout.head_dim))
+        width = keys.stored.shape[-1]
+        address = address * width // self.layout.head_dim
+        index = torch.from_numpy(address[:, None] + np.arange(width))
         self.k[index] = keys.stored[tokens, head]
         self.v[index] = values.stored[tokens, head]
         if self.scales is None or self.scales.granularity == "head":
@@ -684,7 +712,7 @@ class _Caches:
     @property
     def buffers(self) -> _Pair:
         """K and V as an op takes them."""
-        if self.scales is None:
+        if self.scales is None or self.scales.page_format.dtype == torch.uint8:
             return self.k, self.v
         return self.k.view(torch.float8_e4m3fn), self.v.view(torch.float8_e4m3fn)
 
@@ -697,7 +725,7 @@ def build_paged_cache(
     seed: int = 0,
     block_seed: int = 0,
     hole_rate: float = 0.0,
-    granularity: ScaleGranularity | None = None,
+    granularity: Granularity | None = None,
 ) -> PagedCase:
     """Return a cache on the CPU for ``batch``: shuffled blocks, NaN wherever no query may look.
 
@@ -709,7 +737,7 @@ def build_paged_cache(
         block_seed: seed of the order in which blocks are allocated; it changes ``block_table``,
             the caches and ``slot_mapping``, but not the dense problem.
         hole_rate: share of visible blocks left out of the table (-1), hence not visible.
-        granularity: of the scales of an fp8 cache, whose vectors differ in size by up to 2^4;
+        granularity: of the scales of a cache of codes, whose vectors differ in size by up to 2^4;
             None = a cache of ``dtype``.
 
     Raises:
@@ -731,6 +759,8 @@ def build_paged_cache(
         return torch.from_numpy(drawn).to(dtype)
 
     k_scales: _Scales = None if granularity is None else "token"
+    if granularity == "nibbles":
+        k_scales = "nibbles"
     v_scales, static = k_scales, None
     if granularity == "head":  # values with small scales saturate
         drawn = generator.uniform(0.002, 0.02, (2, layout.num_kv_heads)).astype(np.float32)
@@ -738,7 +768,7 @@ def build_paged_cache(
     if granularity is None:
         full, before = _Caches.empty(layout, dtype), _Caches.empty(layout, dtype)
     else:
-        full, before = (_Caches.empty_fp8(layout, granularity, static) for _ in range(2))
+        full, before = (_Caches.empty_codes(layout, granularity, static) for _ in range(2))
     group_roles = {role.group: role for role in layout.roles}
     all_keys, all_values, all_visible = [], [], []
     new_keys, new_values = [normal(0)], [normal(0)]
@@ -799,7 +829,7 @@ def paged_caches(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     uniform_query_len: int | None = None,
     min_reqs: int = 0,
-    granularities: Sequence[ScaleGranularity | None] = (None,),
+    granularities: Sequence[Granularity | None] = (None,),
 ) -> PagedCase:
     """Draw a :class:`PagedCase`: a layout, a batch that fits it, and the cache of both.
 
@@ -809,8 +839,8 @@ def paged_caches(
         dtypes: dtypes to draw from.
         uniform_query_len: rows of q of every request (a decode step); None = ragged.
         min_reqs: fewest requests.
-        granularities: granularities of the scales to draw from (None: not an fp8 cache). Layouts
-            of fp8 caches need ``gap_elements=16``.
+        granularities: granularities of the scales to draw from (None: no codes). Layouts of fp8
+            caches need ``gap_elements=16``, those of 4-bit caches 32.
     """
     layout = draw(kv_layouts() if layouts is None else layouts)
     batch = draw(ragged_batches(layout, uniform_query_len=uniform_query_len, min_reqs=min_reqs))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mrv1.device import DeviceInfo, choose_fp8_path
+from mrv1.device import DeviceInfo, choose_fp8_path, choose_nibble_path
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.attention.online_softmax import dot_precision
 from mrv1.kernels.attention.prefill.attention import (
@@ -23,7 +23,7 @@ from mrv1.kernels.attention.prefill.choice import (
     short_window_tile,
 )
 from mrv1.kernels.attention.prefill.merge import MERGED_VECTORS, _merge_splits_kernel
-from mrv1.kernels.cache.formats import FP8, ScaleGranularity
+from mrv1.kernels.cache.formats import FP8, INT4, ScaleGranularity
 from mrv1.kernels.cache.kv_cache_write import KVCacheWriteConfig, _kv_cache_write_kernel
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.testing.aot import AotCase, Target, pointer
@@ -49,6 +49,12 @@ MERGES = (
     (torch.float16, 128, 16),
 )
 """Dtype, head_dim, and partial results of a query."""
+INT4_SHAPES = (
+    *((torch.bfloat16, head_dim) for head_dim in (64, 96, 128, 256)),
+    (torch.float16, 128),
+    (torch.float32, 128),
+)
+"""The same for a cache of 4-bit codes."""
 NO_FP8: dict[str, object] = {"CODEC": None, "SCALES_PER_BLOCK": 0}
 OTHER_DIMS = [dim for dim in WARP_GROUP_TILES if dim != 128]
 """Head dimensions of the kernels of warp groups, most of whose cases have 128."""
@@ -139,6 +145,13 @@ def _fp8_cases(target: Target) -> list[AotCase]:
     found += (
         _prefill(target, torch.bfloat16, dim, False, 4096, fp8=quarter) for dim in (128, 256)
     )
+    for dtype, dim in INT4_SHAPES:
+        found.append(_write(dtype, dim, _int4(target)))
+        found += (
+            _prefill(target, dtype, dim, False, max_query_len, fp8=_int4(target))
+            for max_query_len in (1, 4096)
+        )
+    found.append(_prefill(target, torch.bfloat16, 128, True, 4096, fp8=_int4(target)))
     return found
 
 
@@ -147,6 +160,16 @@ def _fp8(target: Target, granularity: ScaleGranularity) -> dict[str, object]:
     path = choose_fp8_path(_device(target), is_amd=target.backend == "hip").path
     scales = FP8.per(granularity).scales_per_block(BLOCK_SIZE)
     return {"CODEC": FP8.tag(path), "SCALES_PER_BLOCK": scales}
+
+
+def _int4(target: Target) -> dict[str, object]:
+    """Return the constexprs of a 4-bit cache, with the target's conversion path."""
+    path = choose_nibble_path(_device(target), is_amd=target.backend == "hip").path
+    return {"CODEC": INT4.tag(path), "SCALES_PER_BLOCK": BLOCK_SIZE}
+
+
+def _is_int4(codes: dict[str, object]) -> bool:
+    return str(codes["CODEC"]).startswith(INT4.name)
 
 
 def _device(target: Target) -> DeviceInfo:
@@ -160,6 +183,8 @@ def _device(target: Target) -> DeviceInfo:
 
 
 def _fp8_name(fp8: dict[str, object]) -> list[str]:
+    if _is_int4(fp8):
+        return ["int4"]
     return [] if fp8 is NO_FP8 else ["fp8", f"scales{fp8['SCALES_PER_BLOCK']}"]
 
 
@@ -172,7 +197,9 @@ def _caches(dtype: torch.dtype, fp8: dict[str, object]) -> tuple[object, ...]:
 
 
 def _config_dtype(dtype: torch.dtype, fp8: dict[str, object]) -> torch.dtype:
-    return dtype if fp8 is NO_FP8 or dtype == torch.float32 else torch.float8_e4m3fn
+    if fp8 is NO_FP8 or dtype == torch.float32:
+        return dtype
+    return INT4.dtype if _is_int4(fp8) else torch.float8_e4m3fn
 
 
 def _name(op: str, dtype: torch.dtype, *details: object) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from mrv1.kernels._base.triton import triton
 from mrv1.kernels.attention.decode.attention import (
-    MIN_PAIRED_DIM,
+    MIN_PART_DIM,
     _paged_decode_attention_kernel,
     merge_tile,
 )
@@ -25,6 +25,7 @@ from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import (
     BLOCK_SIZE,
     FP8_SHAPES,
+    INT4_SHAPES,
     NO_FP8,
     NUM_KV_HEADS,
     SHAPES,
@@ -34,6 +35,8 @@ from tests.compile.cases_attention import (
     _device,
     _fp8,
     _fp8_name,
+    _int4,
+    _is_int4,
     _name,
     _softmax,
 )
@@ -105,6 +108,13 @@ def _fp8_cases(target: Target) -> list[AotCase]:
         ]
     quarter = _fp8(target, "quarter")
     found += [_decode(target, torch.bfloat16, dim, False, fp8=quarter) for dim in (128, 256)]
+    int4 = _int4(target)
+    found += [_decode(target, dtype, dim, False, fp8=int4) for dtype, dim in INT4_SHAPES]
+    found += [
+        _decode(target, torch.bfloat16, 128, False, group=4, segments=MANY, fp8=int4),
+        _decode(target, torch.bfloat16, 128, True, fp8=int4),
+        _decode(target, torch.bfloat16, 128, True, group=8, query_len=8, fp8=int4),
+    ]
     return found
 
 
@@ -145,7 +155,7 @@ def _decode(
     tile_dim = triton.next_power_of_2(head_dim)
     if fp8 is not NO_FP8:
         caches = (pointer(torch.int16), pointer(torch.int16), *caches[2:])
-        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+        tile_dim = max(tile_dim, MIN_PART_DIM * (4 if _is_int4(fp8) else 2))
     return AotCase(
         name=_name(
             "decode",

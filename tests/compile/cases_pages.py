@@ -20,6 +20,7 @@ def cases(_target: Target) -> list[AotCase]:
         _copy(torch.int16, 128, ids=torch.int64),
         *(_copy(torch.uint8, dim, scales=16) for dim in (128, 256)),
         _copy(torch.uint8, 128, scales=4),
+        _copy(torch.uint8, 128, scales=16, packed=2),
         *(_merge(dtype, dim) for dtype in (torch.bfloat16, torch.float32) for dim in (80, 256)),
         _merge(torch.float16, 128),
     ]
@@ -30,13 +31,17 @@ def _name(op: str, *details: object) -> str:
 
 
 def _copy(
-    bits: torch.dtype, head_dim: int, *, ids: torch.dtype = torch.int32, scales: int = 0
-) -> AotCase:
-    """Return a copy with ``scales`` per block and head, 0 = none."""
-    config = CopyPagesConfig.default_for(head_dim, bits.itemsize)
+    bits: torch.dtype, head_dim: int, *, ids: torch.dtype = torch.int32, scales: int = 0,
+    packed: int = 1,
+) -> AotCase:  # fmt: skip
+    """Return a copy with ``scales`` per block and head, 0 = none, ``packed`` codes an element."""
+    config = CopyPagesConfig.default_for(head_dim // packed, bits.itemsize)
     int32, int64 = pointer(torch.int32), pointer(torch.int64)
     return AotCase(
-        name=_name("copy_pages", bits, head_dim, ids, *([f"scales{scales}"] if scales else [])),
+        name=_name(
+            "copy_pages", bits, head_dim, ids, *([f"scales{scales}"] if scales else []),
+            *(["packed"] if packed > 1 else []),
+        ),  # fmt: skip
         kernel=_copy_pages_kernel,
         args=(
             *(pointer(bits), pointer(bits)),
@@ -50,6 +55,7 @@ def _copy(
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": 16,
             "SCALES_PER_BLOCK": scales,
+            "PACKED": packed,
             "ALIGNMENT": ALIGNMENT_BYTES // bits.itemsize,
             "TILE_ROWS": config.tile_rows,
         },

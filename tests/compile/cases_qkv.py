@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from mrv1.kernels.cache.contracts import hadamard_block
 from mrv1.kernels.cache.qkv_cache_write import QKVCacheWriteConfig, _qkv_cache_write_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
-from tests.compile.cases_attention import BLOCK_SIZE, NO_FP8, _caches, _fp8, _fp8_name, _name
+from tests.compile.cases_attention import (
+    BLOCK_SIZE,
+    NO_FP8,
+    _caches,
+    _fp8,
+    _fp8_name,
+    _int4,
+    _name,
+)
 
 NUM_Q_HEADS = 32
 NUM_KV_HEADS = 8
@@ -28,7 +37,13 @@ def cases(target: Target) -> list[AotCase]:
         _write(target, torch.bfloat16, 128, interleaved=True, norm=True),
         _write(target, torch.bfloat16, 128, interleaved=True, mrope=True, norm=True, fp8=fp8[1]),
         _write(target, torch.bfloat16, 128, mrope=True),
-    ]
+        *(_write(target, torch.bfloat16, dim, norm=True, mixes=True, fp8=_int4(target))
+          for dim in (64, 96, 128, 256)),
+        _write(target, torch.float32, 128, mixes=True, fp8=_int4(target)),
+        _write(target, torch.bfloat16, 128, rotary_dim=32, mixes=True, fp8=_int4(target)),
+        _write(target, torch.bfloat16, 128, interleaved=True, mixes=True, fp8=_int4(target)),
+        _write(target, torch.bfloat16, 128, rotary_dim=None, mixes=True, fp8=_int4(target)),
+    ]  # fmt: skip
 
 
 def _write(
@@ -42,6 +57,7 @@ def _write(
     norm: bool = False,
     wide_norm: bool = False,
     k_out: bool = False,
+    mixes: bool = False,
     fp8: dict[str, object] = NO_FP8,
 ) -> AotCase:
     """Return a write; ``rotary_dim`` -1 = the whole head, None = no rope."""
@@ -51,7 +67,7 @@ def _write(
     weight = (pointer(torch.float32) if wide_norm else data) if norm else None
     num_pairs = (rotary_dim or head_dim) // 2
     flags = {"interleaved": interleaved, "mrope": mrope, "norm": norm, "wide": wide_norm}
-    flags["k_out"] = k_out
+    flags |= {"k_out": k_out, "mixes": mixes}
     details = [f"rope{rotary_dim}", *(name for name, given in flags.items() if given)]
     return AotCase(
         name=_name("qkv_cache_write", dtype, head_dim, *details, *_fp8_name(fp8)),
@@ -74,6 +90,7 @@ def _write(
             "HEAD_DIM": head_dim,
             "NUM_PAIRS": num_pairs,
             "INTERLEAVED": interleaved,
+            "HADAMARD": hadamard_block(head_dim, rotary_dim) if mixes else 0,
             "TIME_PAIRS": num_pairs - num_pairs // 4 * 2 if mrope else None,
             "HEIGHT_PAIRS": num_pairs // 4 if mrope else None,
             "WIDTH_PAIRS": num_pairs // 4 if mrope else None,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mrv1.kernels._base.triton import tl, triton
-from mrv1.kernels.cache.codes import to_values
+from mrv1.kernels.cache.codes import is_nibbles, nibble_rows, to_values
 
 ALIGNED_ELEMENTS = tl.constexpr(8)
 """``KVLayout`` accepts only bases and strides that are multiples of this (16 bytes of fp16)."""
 ALIGNED_CODES = tl.constexpr(16)
-"""The same for a cache with scales: 16 bytes of e4m3 codes (the launchers check)."""
+"""The same in bytes for a cache with scales (the launchers check)."""
 
 
 class PagedKV(NamedTuple):
@@ -67,10 +67,16 @@ def split_slot(slot, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_page_rows(pointers, mask, dtype: tl.constexpr, CODEC: tl.constexpr):
-    """Return keys or values as the products take them: codes become ``dtype``, not yet scaled."""
+def load_page_rows(pointers, mask, scale, dtype: tl.constexpr, CODEC: tl.constexpr):
+    """Return keys or values as the products take them: codes become ``dtype``, not yet scaled.
+
+    ``pointers`` are to a cache's elements; from 4-bit codes, two in each, goes the zero that a
+    row's ``scale`` holds.
+    """
     if CODEC is None:
         rows = tl.load(pointers, mask=mask, other=0.0)
+    elif is_nibbles(CODEC):
+        rows = nibble_rows(tl.load(pointers, mask=mask, other=0), scale).to(dtype)
     else:
         rows = to_values(tl.load(pointers, mask=mask, other=0), CODEC).to(dtype)
     return rows

@@ -6,6 +6,7 @@ ValueError.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,8 @@ from mrv1.kernels.cache.kv_scales import KVScales
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
-CODE_DTYPES = tuple(each.dtype for each in FORMATS.values())  # dtypes of caches that need scales
+CODE_DTYPES = tuple({each.dtype for each in FORMATS.values()} - {torch.uint8})
+"""Dtypes of caches that need scales. Bytes may be codes whose scales the caller moves."""
 PAGE_DTYPES = (*FLOAT_DTYPES, *CODE_DTYPES, torch.uint8)
 """Dtypes of a cache whose pages are moved without reading their values."""
 
@@ -60,27 +62,29 @@ def check_caches(
         )
     if layout.head_base.device != like.device:
         raise ValueError(f"layout: expected device {like.device}, got {layout.head_base.device}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        shape = tuple(cache.shape)
-        if len(shape) == 4 and layout.page_shapes and shape[1:] not in layout.page_shapes:
-            expected = " or ".join(
-                f"[blocks, {', '.join(map(str, page))}]" for page in layout.page_shapes
-            )
-            raise ValueError(f"{name}: expected shape {expected} by the layout, got {list(shape)}")
-    if 0 < k_cache.numel() < layout.page_end:
-        raise ValueError(
-            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got a page "
-            f"of block 0 that ends at {layout.page_end}"
-        )
     if scales is not None:
         _check_scales(scales, layout, k_cache)
+    packed = 1 if scales is None else scales.page_format.codes_per_element
+    shapes = [(*page[:2], page[2] // packed) for page in layout.page_shapes]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = tuple(cache.shape)
+        if len(shape) == 4 and shapes and shape[1:] not in shapes:
+            expected = " or ".join(f"[blocks, {', '.join(map(str, page))}]" for page in shapes)
+            raise ValueError(f"{name}: expected shape {expected} by the layout, got {list(shape)}")
+    if 0 < k_cache.numel() < layout.page_end // packed:
+        raise ValueError(
+            f"layout: expected pages within the {k_cache.numel()} elements of k_cache, got a page "
+            f"of block 0 that ends at {layout.page_end // packed}"
+        )
 
 
 def _check_scales(scales: KVScales, layout: KVLayout, k_cache: torch.Tensor) -> None:
-    if layout.address_unit % ALIGNMENT_BYTES:
+    codes = scales.page_format
+    multiple = ALIGNMENT_BYTES * codes.codes_per_element // codes.dtype.itemsize
+    if layout.address_unit % multiple:
         raise ValueError(
-            f"layout: expected bases and strides that are multiples of {ALIGNMENT_BYTES} "
-            f"elements for an fp8 cache, got a multiple of {layout.address_unit}"
+            f"layout: expected head_dim, bases and strides that are multiples of {multiple} "
+            f"elements for a cache of {codes.name}, got a multiple of {layout.address_unit}"
         )
     heads, device = layout.num_kv_heads, k_cache.device
     shape: tuple[int | None, ...] = (None,)  # flat
@@ -160,8 +164,10 @@ def check_qkv(
     layout: KVLayout,
     rope: Rope | None,
     norm: QKNorm | None,
+    hadamard: int,
     q_out: torch.Tensor | None,
     k_out: torch.Tensor | None,
+    scales: KVScales | None,
     dtypes: tuple[torch.dtype, ...],
 ) -> torch.Tensor:
     """Return qkv as [tokens, heads, head_dim], or raise if the arguments do not fit together."""
@@ -187,7 +193,26 @@ def check_qkv(
         check("norm.k_weight", norm.k_weight, dtype=norm.q_weight.dtype)
     if rope is not None:
         _check_rope(rope, qkv, dim)
+    largest = hadamard_block(dim, None if rope is None else rope.cos_sin.shape[1])
+    if hadamard and (hadamard < 2 or hadamard & hadamard - 1 or largest % hadamard):
+        raise ValueError(f"hadamard: expected 0 or a power of two to {largest}, got {hadamard}")
+    if scales is not None and scales.page_format.codes_per_element > 1 and largest < 2:
+        raise ValueError(
+            f"rope.cos_sin: expected a multiple of 4 rotated channels for {scales.page_format.name}"
+            f", got {None if rope is None else rope.cos_sin.shape[1]}"
+        )
     return qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
+
+
+def hadamard_block(head_dim: int, rotary_dim: int | None) -> int:
+    """Return the most channels of a block of the Hadamard matrix in ``qkv_cache_write``.
+
+    A power of two that divides the halves of the rotated channels (None = no rotation), and the
+    channels that are not rotated.
+    """
+    halves = (head_dim if rotary_dim is None else rotary_dim) // 2
+    common = math.gcd(halves, head_dim - 2 * halves)
+    return common & -common
 
 
 def _check_rope(rope: Rope, qkv: torch.Tensor, head_dim: int) -> None:

@@ -56,6 +56,7 @@ def _copy_pages_kernel(
     num_vectors,  # num_copies * NUM_KV_HEADS * BLOCK_SIZE
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SCALES_PER_BLOCK: tl.constexpr,  # per head
+    PACKED: tl.constexpr,  # codes in an element of the cache
     ALIGNMENT: tl.constexpr, TILE_ROWS: tl.constexpr,  # elements; divides every address
 ):  # fmt: skip
     """Grid (cdiv(num_vectors, TILE_ROWS),): TILE_ROWS (block, head, token) vectors a program."""
@@ -71,11 +72,13 @@ def _copy_pages_kernel(
     head_base = tl.load(head_base_ptr + head, mask=kept, other=0)
     block_stride = tl.load(block_stride_ptr + head, mask=kept, other=0)
     page_offset = head_base + token * token_stride
-    source = tl.multiple_of(page_offset + src * block_stride, ALIGNMENT)
-    target = tl.multiple_of(page_offset + dst * block_stride, ALIGNMENT)
+    source, target = page_offset + src * block_stride, page_offset + dst * block_stride
+    if PACKED > 1:
+        source, target = source // PACKED, target // PACKED
+    source, target = tl.multiple_of(source, ALIGNMENT), tl.multiple_of(target, ALIGNMENT)
 
-    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM))[None, :]
-    mask = kept[:, None] & (dims < HEAD_DIM)
+    dims = tl.arange(0, triton.next_power_of_2(HEAD_DIM // PACKED))[None, :]
+    mask = kept[:, None] & (dims < HEAD_DIM // PACKED)
     k = tl.load(k_cache_ptr + source[:, None] + dims, mask=mask, other=0)
     v = tl.load(v_cache_ptr + source[:, None] + dims, mask=mask, other=0)
     tl.store(k_cache_ptr + target[:, None] + dims, k, mask=mask)
@@ -113,7 +116,8 @@ def copy_pages(
 
     Args:
         k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, fp16, bf16,
-            fp32, float8_e4m3fn or uint8; addressed flat by ``layout``. *Written* in the pages of
+            fp32, float8_e4m3fn or uint8; addressed flat by ``layout`` (with ``scales`` of 4-bit
+            codes, two of which are a byte, half of its elements). *Written* in the pages of
             ``dst_block_ids``, untouched elsewhere.
         v_cache: one layer's value buffer, dtype and size of ``k_cache``. *Written*.
         src_block_ids: ``[num_copies]`` int32 or int64, contiguous: the blocks to copy, in the id
@@ -124,7 +128,7 @@ def copy_pages(
         layout: where the pages lie.
         group: the head group whose heads are copied: a block id is valid in its group only.
             None = all heads, which must then be one group.
-        scales: the scales of an fp8 cache, else None. Per token or quarter: *written* for every
+        scales: the scales of a cache of codes, else None. Per token or quarter: *written* for every
             page that is written. Per head: not copied, as no block has scales of its own.
 
     Raises:
@@ -153,7 +157,8 @@ def copy_pages(
         return
     itemsize = k_cache.itemsize
     bits = _INTEGER_OF_SIZE[itemsize]
-    config = CopyPagesConfig.default_for(layout.head_dim, itemsize)
+    packed = 1 if scales is None else scales.page_format.codes_per_element
+    config = CopyPagesConfig.default_for(layout.head_dim // packed, itemsize)
     _copy_pages_kernel[(triton.cdiv(num_vectors, config.tile_rows),)](
         k_cache.view(bits), v_cache.view(bits), *_scale_arguments(scales),
         *(src_block_ids, dst_block_ids, layout.group_of_head),
@@ -161,6 +166,7 @@ def copy_pages(
         -1 if group is None else group, num_vectors,
         SCALES_PER_BLOCK=0 if scales is None
         else scales.page_format.scales_per_block(layout.block_size),
-        ALIGNMENT=math.gcd(layout.address_unit, ALIGNMENT_BYTES // itemsize),
-        TILE_ROWS=config.tile_rows, **layout_constexprs(layout), num_warps=config.num_warps,
+        PACKED=packed, TILE_ROWS=config.tile_rows,
+        ALIGNMENT=math.gcd(layout.address_unit // packed, ALIGNMENT_BYTES // itemsize),
+        **layout_constexprs(layout), num_warps=config.num_warps,
     )  # fmt: skip

@@ -1,10 +1,13 @@
 """What a page of the KV cache stores: values as they are, or codes and their scales.
 
-The value of a code is ``code * scale``. Scales are float32, in side tensors (``kv_scales``); the
+The value of an fp8 code is ``code * scale``, of a 4-bit code ``(code - zero) * scale``. Scales are
+float32, in side tensors (``kv_scales``); a 4-bit vector's zero is in the low bits of its scale. The
 device functions that encode and decode are in ``codes``.
 
 Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3); the shape of ``quarter``
-scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949), their meaning is ours.
+scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949), their meaning is ours. 4-bit codes
+with a scale and a zero per token and head: Liu et al., "KIVI" (arXiv:2402.02750), for values; keys
+mixed by a Hadamard matrix before: Ashkboos et al., "QuaRot" (arXiv:2404.00456).
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self, get_args
 
 import torch
 
-from mrv1.device import Conversion, ConversionPath, fp8_path
+from mrv1.device import Conversion, ConversionPath, fp8_path, nibble_path
 from mrv1.kernels._base.oracle import wide
 
 ScaleGranularity = Literal["token", "quarter", "head"]
@@ -27,6 +30,12 @@ scale is static and given by the caller."""
 QUARTERS = 4  # scales per block and head with granularity ``quarter``
 SMALLEST_SCALE = 1e-12
 """Lower bound of a computed scale, so that a vector of zeros is not divided by zero."""
+ZERO_BITS = 8
+"""Low bits of a 4-bit vector's scale that hold its zero, in steps of 1 / ZERO_STEPS."""
+ZERO_STEPS = 16
+LARGEST_NIBBLE = 15
+NAN_SCALE = 0x7FC00000
+"""Bits of the scale of a 4-bit vector with an element that is not finite: it reads as NaN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +58,12 @@ class PageFormat:
     """Codes or their bytes -> their values in a dtype that represents them exactly."""
     choose_path: Callable[[torch.device], Conversion] | None = field(default=None, repr=False)
     """How a device converts codes; raises ``UnsupportedDeviceError`` if it cannot."""
+    codes_per_element: int = 1
+    """Neighbouring codes of a vector in one element of a page, the first in the lowest bits."""
+    granularities: tuple[ScaleGranularity, ...] = get_args(ScaleGranularity)
+    """The parts of a cache that may share a scale."""
+    mixes_keys: bool = False
+    """Whether models multiply queries and keys by a Hadamard matrix before keys become codes."""
 
     @classmethod
     def plain(cls, dtype: torch.dtype) -> PageFormat:
@@ -64,8 +79,17 @@ class PageFormat:
             return cls.plain(model_dtype)
         return FORMATS[name].per(granularity)
 
-    def per(self, granularity: ScaleGranularity) -> PageFormat:
-        """Return the format with the same codes and one scale per ``granularity``."""
+    def per(self, granularity: ScaleGranularity) -> Self:
+        """Return the format with the same codes and one scale per ``granularity``.
+
+        Raises:
+            ValueError: these codes have no such scales.
+        """
+        if granularity not in self.granularities:
+            raise ValueError(
+                f"granularity: expected one of {self.granularities} for {self.name}, "
+                f"got {granularity!r}"
+            )
         return replace(self, granularity=granularity)
 
     @property
@@ -79,7 +103,11 @@ class PageFormat:
 
     def vector_bytes(self, head_dim: int) -> int:
         """Return the bytes of one token's vector in a page, without scales."""
-        return head_dim * self.dtype.itemsize
+        return self.stored_dim(head_dim) * self.dtype.itemsize
+
+    def stored_dim(self, head_dim: int) -> int:
+        """Return the elements of one token's vector in a page."""
+        return head_dim // self.codes_per_element
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype for launch choices: the pages', unless queries are float32."""
@@ -128,10 +156,56 @@ def _from_e4m3(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.view(torch.float8_e4m3fn).to(dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NibbleFormat(PageFormat):
+    """Two codes of 4 bits in a byte, for values between a vector's least and largest element.
+
+    A vector with an element that is not finite is NaN as a whole.
+    """
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scale of each vector, with its zero in the low bits.
+
+        ``(highest - lowest) / 15`` with ``lowest <= 0 <= highest``, and ``-lowest / scale``.
+        """
+        x = wide(x)
+        lowest, highest = x.amin(-1).clamp_max(0.0), x.amax(-1).clamp_min(0.0)
+        codes = torch.full_like(lowest, LARGEST_NIBBLE)  # exact division, see PageFormat.scale
+        scale = (highest / codes).float() - (lowest / codes).float()
+        scale = scale.clamp_min(SMALLEST_SCALE)
+        steps = (-lowest.float() / scale * ZERO_STEPS).round()
+        is_finite = (x * 0.0).sum(-1) == 0.0
+        bits = scale.view(torch.int32) & -(1 << ZERO_BITS) | steps.nan_to_num(0.0).int()
+        return bits.where(is_finite, NAN_SCALE).view(torch.float32)
+
+    def encode(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the codes of ``x / scale + zero``, two in a byte, saturated at 0 and 15."""
+        scaled = (wide(x).float() / scale[..., None]) + self.zero(scale)[..., None]
+        codes = scaled.round().clamp(0.0, LARGEST_NIBBLE).nan_to_num(0.0).to(torch.uint8)
+        return codes[..., ::2] | codes[..., 1::2] << 4
+
+    def decode(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of vectors of codes, ``(code - zero) * scale``."""
+        codes = codes.view(torch.uint8)
+        pairs = torch.stack([codes & LARGEST_NIBBLE, codes >> 4], dim=-1).flatten(-2)
+        return (pairs.to(dtype) - self.zero(scale).to(dtype)[..., None]) * scale[..., None]
+
+    @staticmethod
+    def zero(scale: torch.Tensor) -> torch.Tensor:
+        """Return the code of each vector that stands for 0, 0 to 15.9375, float32."""
+        steps = scale.view(torch.int32) & ((1 << ZERO_BITS) - 1)
+        return steps.float() / ZERO_STEPS
+
+
 FP8 = PageFormat(
     name="fp8_e4m3", dtype=torch.float8_e4m3fn, granularity="token", largest=448.0,
     to_codes=_to_e4m3, to_values=_from_e4m3, choose_path=fp8_path,
 )  # fmt: skip
 
-FORMATS = {each.name: each for each in (FP8,)}
+INT4 = NibbleFormat(
+    name="int4", dtype=torch.uint8, granularity="token", largest=float(LARGEST_NIBBLE),
+    choose_path=nibble_path, codes_per_element=2, granularities=("token",), mixes_keys=True,
+)  # fmt: skip
+
+FORMATS = {each.name: each for each in (FP8, INT4)}
 """The formats with codes, by the ``kv_cache_dtype`` that chooses them."""

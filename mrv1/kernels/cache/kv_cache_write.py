@@ -18,7 +18,13 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable
 from mrv1.kernels._base.launches import launch_kernel
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
-from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.codes import (
+    codes_in_byte,
+    is_nibbles,
+    pack_nibbles,
+    quantize,
+    scale_of_parts,
+)
 from mrv1.kernels.cache.contracts import check_cache_write, check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
@@ -60,11 +66,14 @@ def _quantized(x, scale_ptr, kept, CODEC: tl.constexpr, TOKEN_SCALES: tl.constex
     ``scale_ptr`` (float32, *written* if TOKEN_SCALES) and ``kept`` are [TILE_ROWS, 1].
     """
     if TOKEN_SCALES:
-        scale = scale_of(finite_absmax(x.to(tl.float32)), CODEC)
+        scale = scale_of_parts((x,), CODEC)
         tl.store(scale_ptr, scale, mask=kept)
     else:
         scale = tl.load(scale_ptr, mask=kept, other=1.0)
-    return quantize(x, scale, TOKEN_SCALES, CODEC)
+    codes = quantize(x, scale, TOKEN_SCALES, CODEC)
+    if is_nibbles(CODEC):
+        codes = pack_nibbles(codes)
+    return codes
 
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_rows"])  # one variant for any tokens
@@ -88,6 +97,7 @@ def _kv_cache_write_kernel(
     """Grid (cdiv(num_rows, TILE_ROWS),): one program moves TILE_ROWS (token, head) vectors."""
     ALIGNED: tl.constexpr = ALIGNED_ELEMENTS if CODEC is None else ALIGNED_CODES
     TOKEN_SCALES: tl.constexpr = SCALES_PER_BLOCK > 0
+    PACKED: tl.constexpr = codes_in_byte(CODEC)
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     in_range = row < num_rows
     head = (row % NUM_KV_HEADS).to(tl.int64)
@@ -116,6 +126,10 @@ def _kv_cache_write_kernel(
         if TOKEN_SCALES:
             scale_block_stride = tl.load(scale_block_stride_ptr + head, mask=in_range, other=0)
             scale_address += block * scale_block_stride + offset
+        if PACKED > 1:
+            address = tl.multiple_of(address // PACKED, [ALIGNED, ALIGNED])
+            dim = tl.arange(0, triton.next_power_of_2(HEAD_DIM) // PACKED)[None, :]
+            stored = kept & (dim < HEAD_DIM // PACKED)
         key = _quantized(key, k_scale_ptr + scale_address, kept, CODEC, TOKEN_SCALES)
         tl.store(k_cache_ptr + address + dim, key, mask=stored)
         value = _quantized(value, v_scale_ptr + scale_address, kept, CODEC, TOKEN_SCALES)
@@ -142,15 +156,18 @@ def kv_cache_write(
             (a view of a fused qkv is fine), unit last stride.
         value: like ``key``, with strides of its own.
         k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of
-            ``key`` or, for ``scales``, float8_e4m3fn or its uint8 view; addressed flat by
-            ``layout``. *Written* at the slots, untouched elsewhere.
+            ``key`` or, for ``scales``, their codes' dtype or its uint8 view; addressed flat by
+            ``layout`` (two 4-bit codes are one byte, and a last size is half of ``head_dim``).
+            *Written* at the slots, untouched elsewhere.
         v_cache: one layer's value buffer, likewise. *Written*.
         slot_mapping: ``[groups, num_tokens]`` int64, ``block * block_size + position %
             block_size``; negative = skip the token for that group's heads. Slots of one group are
             distinct.
         layout: where the pages lie; its ``group_of_head`` picks the row of ``slot_mapping``.
-        scales: the scales of an fp8 cache, else None. Per token: *written* at the slots, as
-            ``max(absmax / 448, 1e-12)`` of the head's vector. Per quarter of a block: *written*
+        scales: the scales of a cache of codes, else None. Per token: *written* at the slots, as
+            ``max(absmax / 448, 1e-12)`` of the head's vector, of 4-bit codes as
+            ``max((highest - lowest) / 15, 1e-12)``, whose low 8 bits become the zero
+            (``docs/cache-abi.md``). Per quarter of a block: *written*
             for every quarter with a new token, as the largest of the stored scale and the scales
             of the new vectors; if it grows, the quarter's other codes are *written* too,
             requantised once. The stored scale counts as 0 if the quarter's first slot is written
@@ -165,7 +182,8 @@ def kv_cache_write(
         Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
         converted. With ``scales``, ``x / scale`` is rounded to e4m3, ties to even, and saturates
         at +-448, infinities too; NaN stays NaN. A vector's absmax ignores elements that are not
-        finite. With a scale per quarter, bytes depend on which tokens were written before, and
+        finite. For 4 bits, ``x / scale + zero`` is rounded to 0 to 15, ties to even; a vector with
+        an element that is not finite becomes NaN as a whole. With a scale per quarter, bytes depend on which tokens were written before, and
         which together.
 
     Stream:

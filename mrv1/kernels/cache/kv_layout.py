@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -317,6 +317,21 @@ class KVLayout:
             for h in range(num_kv_heads)
         ]
         return cls.hnd(num_kv_heads, block_size, head_dim, roles=roles, device=device)
+
+    def packed(self, codes_per_element: int) -> KVLayout:
+        """Return the layout in a cache's elements, if one holds several neighbouring codes."""
+        if codes_per_element == 1:
+            return self
+        return replace(
+            self,
+            head_dim=self.head_dim // codes_per_element,
+            token_stride=self.token_stride // codes_per_element,
+            head_base=self.head_base // codes_per_element,
+            block_stride=self.block_stride // codes_per_element,
+            address_unit=self.address_unit // codes_per_element,
+            page_end=self.page_end // codes_per_element,
+            page_shapes=tuple((a, b, dim // codes_per_element) for a, b, dim in self.page_shapes),
+        )
 
     def table_rows(self, block_table: torch.Tensor, num_reqs: int) -> torch.Tensor:
         """Return ``block_table`` as one row per request.

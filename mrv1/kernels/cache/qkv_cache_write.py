@@ -4,6 +4,7 @@ Per token, with ``[q, k, v] = qkv``::
 
     q, k = rms_norm(q), rms_norm(k)                  (if weights are given)
     q, k = apply_rope(q), apply_rope(k)              (if a table of angles is given)
+    q, k = q @ H, k @ H                              (if blocks of a Hadamard matrix are given)
     kv_cache_write(k, v)
     q_out = q
 
@@ -12,7 +13,11 @@ Norm and rotation are those of ``rms_norm`` and ``apply_rope``, and round to the
 Multimodal rope (M-RoPE) gives a token three positions: in time, height and width. A pair turns by
 one of them: in three consecutive sections (Qwen2-VL, Qwen2.5-VL), or in turn (Qwen3-VL).
 
-Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE.
+The Hadamard matrix leaves all scores as they are and spreads a key's few large channels over all
+of a block, so that codes of 4 bits lose less.
+
+Source: Wang et al., "Qwen2-VL" (2024), section 2.1, for M-RoPE; Ashkboos et al., "QuaRot"
+(arXiv:2404.00456), for Hadamard matrices before keys are quantised.
 """
 
 from __future__ import annotations
@@ -28,7 +33,13 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.mrope import load_mrope_positions
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.cache.addresses import ALIGNED_CODES, ALIGNED_ELEMENTS, split_slot
-from mrv1.kernels.cache.codes import finite_absmax, quantize, scale_of
+from mrv1.kernels.cache.codes import (
+    codes_in_byte,
+    is_nibbles,
+    pack_nibbles,
+    quantize,
+    scale_of_parts,
+)
 from mrv1.kernels.cache.contracts import QKNorm, Rope, check_cache_write, check_head_dim, check_qkv
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
@@ -144,6 +155,49 @@ def _scaled(x, scale, weight):
     return (normed * weight.to(tl.float32)).to(dtype)
 
 
+@triton.jit
+def _store_packed(
+    row_ptr, codes, in_row,
+    NUM_PAIRS: tl.constexpr, NUM_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Store the 4-bit codes of a head's parts, of which neighbours share a byte."""
+    a, b, rest = codes
+    if NUM_REST > 0:
+        rest = pack_nibbles(rest)
+    if INTERLEAVED:
+        pair = tl.arange(0, triton.next_power_of_2(NUM_PAIRS))[None, None, :]
+        tl.store(row_ptr + pair, a | (b << 4), mask=in_row & (pair < NUM_PAIRS))
+        if NUM_REST > 0:
+            col = tl.arange(0, triton.next_power_of_2(NUM_REST) // 2)[None, None, :]
+            tl.store(row_ptr + NUM_PAIRS + col, rest, mask=in_row & (col < NUM_REST // 2))
+    else:
+        parts = pack_nibbles(a), pack_nibbles(b), rest
+        _store_head(row_ptr, parts, in_row, NUM_PAIRS // 2, NUM_REST // 2, False)
+
+
+@triton.jit
+def _mixed(x, BLOCK: tl.constexpr):
+    """Return float32 ``x`` times a Hadamard matrix in blocks of BLOCK along the last axis.
+
+    Each stage adds and subtracts neighbours, and places sums before differences: after log2(BLOCK)
+    stages all elements are back in their places. Without the factor BLOCK ** -0.5.
+    """
+    TOKENS: tl.constexpr = x.shape[0]
+    HEADS: tl.constexpr = x.shape[1]
+    WIDTH: tl.constexpr = x.shape[2]
+    x = tl.reshape(x, [TOKENS * HEADS, WIDTH // BLOCK, BLOCK])
+    for _ in tl.static_range(_log2(BLOCK)):
+        even, odd = tl.split(tl.reshape(x, [TOKENS * HEADS, WIDTH // BLOCK, BLOCK // 2, 2]))
+        both = tl.permute(tl.join(even + odd, even - odd), (0, 1, 3, 2))
+        x = tl.reshape(both, [TOKENS * HEADS, WIDTH // BLOCK, BLOCK])
+    return tl.reshape(x, [TOKENS, HEADS, WIDTH])
+
+
+@triton.constexpr_function
+def _log2(power_of_two: int) -> int:
+    return power_of_two.bit_length() - 1
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qkv_cache_write_kernel(
     k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
@@ -165,6 +219,7 @@ def _qkv_cache_write_kernel(
     num_tokens,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,  # HEAD_DIM / 2 without rope
+    HADAMARD: tl.constexpr,  # channels of a block of the Hadamard matrix, 0 = none
     TIME_PAIRS: tl.constexpr, HEIGHT_PAIRS: tl.constexpr,  # of M-RoPE; None = one position
     WIDTH_PAIRS: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,
     GROUPS: tl.constexpr,  # whether there is more than one head group
@@ -250,6 +305,19 @@ def _qkv_cache_write_kernel(
             x, y = a.to(tl.float32), b.to(tl.float32)
             a = (x * cos - y * sin).to(a.dtype)
             b = (y * cos + x * sin).to(b.dtype)
+        if HADAMARD > 0:
+            dtype: tl.constexpr = a.dtype
+            norm: tl.constexpr = HADAMARD**-0.5
+            x, y = a.to(tl.float32), b.to(tl.float32)
+            if INTERLEAVED:  # neighbours are a and b
+                x, y = x + y, x - y
+                a = (_mixed(x, HADAMARD // 2) * norm).to(dtype)
+                b = (_mixed(y, HADAMARD // 2) * norm).to(dtype)
+            else:
+                a = (_mixed(x, HADAMARD) * norm).to(dtype)
+                b = (_mixed(y, HADAMARD) * norm).to(dtype)
+            if NUM_REST > 0:
+                rest = (_mixed(rest.to(tl.float32), HADAMARD) * norm).to(dtype)
 
     if k_out_ptr is not None:
         k_row_ptr = k_out_ptr + token * stride_k_out_token + head * stride_k_out_head
@@ -272,18 +340,18 @@ def _qkv_cache_write_kernel(
         scale_ptr = tl.where(is_v, v_scale_ptr, k_scale_ptr) + scale_base
         if not is_q:
             if TOKEN_SCALES:
-                largest = finite_absmax(a.to(tl.float32))
-                largest = tl.maximum(largest, finite_absmax(b.to(tl.float32)))
-                largest = tl.maximum(largest, finite_absmax(rest.to(tl.float32)))
-                scale = scale_of(largest, CODEC)
+                scale = scale_of_parts((a, b, rest), CODEC)
                 tl.store(scale_ptr + block * scale_block_stride + offset, scale, mask=kept)
             else:
                 scale = tl.load(scale_ptr, mask=is_cached, other=1.0)
-            code_ptr = cache_ptr + address
+            code_ptr = cache_ptr + address // codes_in_byte(CODEC)
             a_code = quantize(a, scale, TOKEN_SCALES, CODEC)
             b_code = quantize(b, scale, TOKEN_SCALES, CODEC)
             codes = a_code, b_code, quantize(rest, scale, TOKEN_SCALES, CODEC)
-            _store_head(code_ptr, codes, kept, NUM_PAIRS, NUM_REST, INTERLEAVED)
+            if is_nibbles(CODEC):
+                _store_packed(code_ptr, codes, kept, NUM_PAIRS, NUM_REST, INTERLEAVED)
+            else:
+                _store_head(code_ptr, codes, kept, NUM_PAIRS, NUM_REST, INTERLEAVED)
 
 
 def qkv_cache_write(
@@ -296,6 +364,7 @@ def qkv_cache_write(
     num_q_heads: int,
     rope: Rope | None = None,
     norm: QKNorm | None = None,
+    hadamard: int = 0,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
     scales: KVScales | None = None,
@@ -313,11 +382,14 @@ def qkv_cache_write(
         num_q_heads: number of query heads, which come before the key heads in ``qkv``.
         rope: how q and k are rotated; None = no rotation.
         norm: the norms of query heads and key heads, before the rotation; None = no norm.
+        hadamard: channels of each block of the orthogonal Hadamard matrix that q and k are
+            multiplied by after the rotation; 0 = none, else a power of two that divides halves
+            of the rotated channels, and the others (``hadamard_block`` gives the largest).
         q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
             may be the view of q in ``qkv``, but overlap with nothing else. Allocated if omitted.
         k_out: ``[num_tokens, kv_heads, head_dim]``, qkv's dtype, unit last stride, *written* with
-            all tokens' normed and rotated keys, not quantised. For debugging; None = not stored.
-        scales: the scales of an fp8 cache, else None, as ``kv_cache_write`` takes them. Per
+            all tokens' normed, rotated and mixed keys, not quantised. For debugging; None = not stored.
+        scales: the scales of a cache of codes, else None, as ``kv_cache_write`` takes them. Per
             quarter, the store is a launch of its own, and ``k_out`` is allocated if omitted.
 
     Returns:
@@ -331,15 +403,17 @@ def qkv_cache_write(
 
     Numerics:
         Cache bytes and scales equal those of ``kv_cache_write`` on ``k_out`` and on qkv's view of
-        v (tier A). q and k are rounded where ``rms_norm`` and ``apply_rope`` round; only the
-        norm's sum of squares may be added in another order. Tier B; k within two bf16 units in
-        the last place of the oracle.
+        v (tier A). q and k are rounded where ``rms_norm`` and ``apply_rope`` round, and once more
+        after the Hadamard matrix, whose sums are fp32; only the norm's sum of squares may be
+        added in another order. Tier B; k within two bf16 units in the last place of the oracle.
 
     Stream:
         One launch on the current stream, and those of ``kv_cache_write`` with a scale per
         quarter; no synchronisation, CUDA-graph safe.
     """
-    heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, FLOAT_DTYPES)
+    heads = check_qkv(
+        qkv, num_q_heads, layout, rope, norm, hadamard, q_out, k_out, scales, FLOAT_DTYPES
+    )
     key, value = heads[:, num_q_heads:].chunk(2, dim=1)
     check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, FLOAT_DTYPES, scales)
     check_head_dim(layout)
@@ -368,7 +442,7 @@ def qkv_cache_write(
         *((None, None, 0.0) if norm is None else (norm.q_weight, norm.k_weight, norm.eps)),
         *((None, None, 0) if rope is None else (rope.cos_sin, *with_strides(rope.positions, 1))),
         *slot_arguments(slot_mapping, layout), num_tokens,
-        NUM_Q_HEADS=num_q_heads, GROUPS=layout.num_groups > 1,
+        NUM_Q_HEADS=num_q_heads, GROUPS=layout.num_groups > 1, HADAMARD=hadamard,
         TILE_TOKENS=config.tile_tokens, TILE_HEADS=config.tile_heads,
         **_rope_constexprs(rope, head_dim), **layout_constexprs(layout),
         **codec_constexprs(scales, layout, qkv.device),

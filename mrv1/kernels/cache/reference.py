@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.checks import mrope_axes
-from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted
+from mrv1.kernels._base.oracle import ORACLE_DTYPES, counted, wide
 from mrv1.kernels.cache.contracts import (
     PAGE_DTYPES,
     QKNorm,
@@ -100,9 +100,9 @@ def kv_cache_write(
     slot = slot_mapping[layout.group_of_head.long()]  # [kv_heads, tokens]
     keep = slot >= 0
     block, token = slot // layout.block_size, slot % layout.block_size
-    rows = _page_rows(layout, block, token)[keep]
     vectors = [x.transpose(0, 1)[keep] for x in (key, value)]
     if scales is not None:
+        layout = layout.packed(scales.page_format.codes_per_element)
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         scale_rows = _scale_rows(scales, layout, block, token)[keep]
         for i, all_scales in enumerate((scales.k_scale.view(-1), scales.v_scale.view(-1))):
@@ -125,6 +125,7 @@ def kv_cache_write(
                     scales.page_format.scale(vectors[i]),
                 )
             vectors[i] = scales.page_format.encode(vectors[i], all_scales[scale_rows])
+    rows = _page_rows(layout, block, token)[keep]
     for cache, new in zip((k_cache, v_cache), vectors, strict=True):
         _pages(cache, layout)[rows] = new.unflatten(-1, (-1, layout.address_unit))
 
@@ -140,12 +141,15 @@ def qkv_cache_write(
     num_q_heads: int,
     rope: Rope | None = None,
     norm: QKNorm | None = None,
+    hadamard: int = 0,
     q_out: torch.Tensor | None = None,
     k_out: torch.Tensor | None = None,
     scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Norm and rotate, store, return q; see :func:`mrv1.kernels.qkv_cache_write`."""
-    heads = check_qkv(qkv, num_q_heads, layout, rope, norm, q_out, k_out, ORACLE_DTYPES)
+    heads = check_qkv(
+        qkv, num_q_heads, layout, rope, norm, hadamard, q_out, k_out, scales, ORACLE_DTYPES
+    )
     key, value = heads[:, num_q_heads:].chunk(2, dim=1)
     check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, ORACLE_DTYPES, scales)
     q, k = heads[:, :num_q_heads].clone(), key.clone()
@@ -162,10 +166,21 @@ def qkv_cache_write(
             cos_sin = cos_sin[positions.T[:, axis], torch.arange(axis.numel(), device=qkv.device)]
             positions = torch.arange(qkv.shape[0], device=qkv.device)
         apply_rope(q, k, cos_sin, positions, interleaved=rope.interleaved)
+    if hadamard:
+        q, k = (mix_channels(x, hadamard) for x in (q, k))
     kv_cache_write(k, value, k_cache, v_cache, slot_mapping, layout, scales=scales)
     if k_out is not None:
         k_out.copy_(k)
     return q if q_out is None else q_out.copy_(q)
+
+
+def mix_channels(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Return ``x`` times an orthogonal Hadamard matrix in blocks of its last axis."""
+    mixed = wide(x).unflatten(-1, (-1, block))
+    for _ in range(block.bit_length() - 1):  # sums and differences of neighbours, apart
+        even, odd = mixed[..., ::2], mixed[..., 1::2]
+        mixed = torch.cat([even + odd, even - odd], dim=-1)
+    return (mixed * block**-0.5).flatten(-2).to(x.dtype)
 
 
 def gather_kv(
@@ -180,6 +195,7 @@ def gather_kv(
     """Return one request's K and V ``[kv_heads, keys, head_dim]`` and which keys have a page."""
     if scales is not None:
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+        layout = layout.packed(scales.page_format.codes_per_element)
     block = table_row[table_columns(layout, num_blocks)].long()
     present = (block >= 0).repeat_interleave(layout.block_size, dim=1)
     token = torch.arange(layout.block_size, device=block.device)
@@ -214,6 +230,8 @@ def copy_pages(
     """Copy whole blocks onto others; see :func:`mrv1.kernels.copy_pages`."""
     dtypes = (*PAGE_DTYPES, torch.float64)
     check_copy_pages(k_cache, v_cache, src_block_ids, dst_block_ids, layout, group, dtypes, scales)
+    if scales is not None:
+        layout = layout.packed(scales.page_format.codes_per_element)
     kept = (src_block_ids >= 0) & (dst_block_ids >= 0)
     heads = slice(None) if group is None else layout.group_of_head == group
     token = torch.arange(layout.block_size, device=k_cache.device)

@@ -80,7 +80,15 @@ from mrv1.kernels.cache.addresses import (
     page_offset,
     table_column,
 )
-from mrv1.kernels.cache.codes import decode_pairs, product_query_pairs, scale_index
+from mrv1.kernels.cache.codes import (
+    codes_in_word,
+    decode_parts,
+    is_nibbles,
+    part_factor,
+    product_query_parts,
+    scale_index,
+    zero_of,
+)
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
@@ -96,8 +104,8 @@ _PIECE_TOKENS = tl.constexpr(PIECE_TOKENS)
 _SUM_ROWS = tl.constexpr(16)
 """Rows of ones that are multiplied with weights to add them up: all rows of sums are the same."""
 
-MIN_PAIRED_DIM = 32
-"""Smallest padded head dimension of an fp8 cache: each half fills the 16 of a tensor core."""
+MIN_PART_DIM = 16
+"""Smallest padded dimensions of a part of a vector of codes: they fill the 16 of a tensor core."""
 MAX_PROGRAMS = 4096  # of a grid, for plans that may have many more items than segments
 
 
@@ -143,7 +151,7 @@ class BlockTable(NamedTuple):
 class HeadPages(NamedTuple):
     """Where the pages of one KV head lie: its keys and values, or their scales."""
 
-    k_ptr: tl.tensor  # for an fp8 cache, two codes in each int16
+    k_ptr: tl.tensor  # for a cache of codes, two or four in each int16
     v_ptr: tl.tensor
     block_stride: tl.tensor  # int32, in elements
     token_stride: tl.tensor
@@ -190,9 +198,11 @@ def _attend_item(
     Blocks are looked up one tile ahead (``block``: the first tile's), so that no load of pages
     waits for a load of the table. A token's K scale multiplies its score, its V scale its weight.
     Weights are rounded to 16 bits in units of the largest V scale so far, or small scales would
-    underflow. An fp8 cache is read in pairs of codes: even and odd dimensions have own products.
+    underflow. Codes are read in int16, PARTS in each: dimensions of each part have own products.
+    The zeros of 4-bit vectors come last: a score loses its key's zero times the query's sum, and
+    all of an output's dimensions the sum of weights times zeros.
 
-    If DETERMINISTIC and not fp8, the result is the fold of the item's pieces, and tensor cores add
+    If DETERMINISTIC and without codes, the result is the fold of the item's pieces, and tensor cores add
     up the weights in the order of the keys: the order of a sum over registers would depend on the
     shape of the tile.
 
@@ -202,7 +212,10 @@ def _attend_item(
     """
     FOLDS: tl.constexpr = TILES.DETERMINISTIC and CACHE.CODEC is None
     SCALES_LATE: tl.constexpr = FOLDS and softmax.soft_cap is None  # in the maximum and exponent
-    IS_FP8: tl.constexpr = CACHE.CODEC is not None
+    CODEC: tl.constexpr = CACHE.CODEC
+    IS_CODED: tl.constexpr = CODEC is not None
+    HAS_ZEROS: tl.constexpr = is_nibbles(CODEC)
+    PARTS: tl.constexpr = codes_in_word(CODEC)
     HEAD_DIM: tl.constexpr = HEADS.HEAD_DIM
     BLOCK_SIZE: tl.constexpr = CACHE.BLOCK_SIZE
     SCALES_PER_BLOCK: tl.constexpr = CACHE.SCALES_PER_BLOCK
@@ -210,25 +223,33 @@ def _attend_item(
     TILE_ROWS: tl.constexpr = TILES.TILE_ROWS
     TILE_TOKENS: tl.constexpr = TILES.TILE_TOKENS
     PRECISION: tl.constexpr = TILES.PRECISION
-    WIDTH: tl.constexpr = TILE_DIM // 2 if IS_FP8 else TILE_DIM  # elements of k_ptr in a row
+    WIDTH: tl.constexpr = TILE_DIM // PARTS  # elements of k_ptr in a row
     column_of = tl.arange(0, WIDTH)
-    in_head = column_of < (HEAD_DIM // 2 if IS_FP8 else HEAD_DIM)
+    in_head = column_of < HEAD_DIM // PARTS
     query_mask = in_head[:, None] & queries.in_tile[None, :]
     score_scale = softmax.scale * LOG2_E
     if softmax.soft_cap is not None:
         score_scale *= 2.0 / softmax.soft_cap
-    if IS_FP8:
-        pair_ptr = queries.row_ptr + 2 * column_of[:, None]
-        q = tl.load(pair_ptr, mask=query_mask, other=0.0)
-        q_odd = tl.load(pair_ptr + 1, mask=query_mask, other=0.0)
-        q, q_odd, q_unit = product_query_pairs(q, q_odd)
+    acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+    if IS_CODED:
+        queries_of = ()
+        accs = ()
+        for part in tl.static_range(PARTS):
+            part_ptr = queries.row_ptr + (PARTS * column_of[:, None] + part)
+            part_q = tl.load(part_ptr, mask=query_mask, other=0.0)
+            queries_of += (part_q,)  # type: ignore[assignment]
+            accs += (acc,)  # type: ignore[assignment]
+        queries_of, q_unit, q_sum = product_query_parts(queries_of, CODEC)
+        q = queries_of[0]
         score_scale = (q_unit * score_scale)[None, :]
-        acc_odd = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
         v_unit = tl.full([], SMALLEST_UNIT, tl.float32)
         if SCALES_PER_BLOCK == 0:
             score_scale *= tl.load(scales.k_ptr)
             v_unit = tl.load(scales.v_ptr)
-    acc = tl.zeros([WIDTH, TILE_ROWS], dtype=tl.float32)
+        if HAS_ZEROS:
+            score_scale *= part_factor(1, CODEC)
+            q_sum /= part_factor(1, CODEC)
+            zeros = tl.zeros([TILE_ROWS], dtype=tl.float32)
     top, total = first_state(logit_sink, TILE_ROWS)
     if FOLDS:
         folded = acc
@@ -263,7 +284,7 @@ def _attend_item(
         if HEAD_DIM != TILE_DIM:
             k_mask, v_mask = k_mask & in_head[None, :], v_mask & in_head[:, None]
 
-        if not IS_FP8:
+        if not IS_CODED:
             # q is loaded with K and V, not before: waiting for q first costs a trip to L2. The
             # offset, which is 0, keeps the compiler from moving the load out of the loop.
             offset = tl.minimum(tile_start, 0) * ALIGNED_ELEMENTS + column_of[:, None]
@@ -278,10 +299,15 @@ def _attend_item(
             k_scale = tl.load(scales.k_ptr + scale_address, mask=present, other=0.0)
             v_scale = tl.load(scales.v_ptr + scale_address, mask=present, other=0.0)
         block = _load_blocks(item, row, tile_start + TILE_TOKENS + lane, CACHE, "")
-        if IS_FP8:
-            k, k_odd = decode_pairs(k, CACHE.CODEC)
-            scores = tl.dot(k.to(q.dtype), q, input_precision=PRECISION)
-            scores = tl.dot(k_odd.to(q.dtype), q_odd, scores, input_precision=PRECISION)
+        if IS_CODED:
+            keys = decode_parts(k, CODEC)
+            scores = tl.dot(keys[0].to(q.dtype), q, input_precision=PRECISION)
+            for part in tl.static_range(1, PARTS):
+                scores = tl.dot(
+                    keys[part].to(q.dtype), queries_of[part], scores, input_precision=PRECISION
+                )
+            if HAS_ZEROS:
+                scores = tl.fma(-zero_of(k_scale)[:, None], q_sum[None, :], scores)
         else:
             scores = tl.dot(k, q, input_precision=PRECISION)
         if not SCALES_LATE:
@@ -327,21 +353,38 @@ def _attend_item(
             if q.dtype != tl.float32:
                 sums = tl.dot(ones, rest, sums)
         weights = weights.to(q.dtype)
-        acc *= rescale[None, :]
-        if IS_FP8:
-            v, v_odd = decode_pairs(v, CACHE.CODEC)
-            acc = tl.dot(v.to(q.dtype), weights, acc, input_precision=PRECISION)
-            acc_odd *= rescale[None, :]
-            acc_odd = tl.dot(v_odd.to(q.dtype), weights, acc_odd, input_precision=PRECISION)
+        if IS_CODED:
+            if HAS_ZEROS:
+                of_zeros = weights.to(tl.float32) * zero_of(v_scale)[:, None]
+                zeros = zeros * rescale + tl.sum(of_zeros, axis=0)
+            values = decode_parts(v, CODEC)
+            updated = ()
+            for part in tl.static_range(PARTS):
+                part_acc = tl.dot(
+                    values[part].to(q.dtype), weights, accs[part] * rescale[None, :],
+                    input_precision=PRECISION,
+                )  # fmt: skip
+                updated += (part_acc,)  # type: ignore[assignment]
+            accs = updated
         else:
+            acc *= rescale[None, :]
             acc = tl.dot(v, weights, acc, input_precision=PRECISION)
         top = new_top
     if FOLDS:
         acc, top, total = fold_piece(
             folded, folded_top, folded_total, acc, top, tl.max(sums, axis=0), 0
         )
-    if IS_FP8:
-        both = tl.permute(tl.join(acc, acc_odd), (0, 2, 1))  # [pair, its two dims, row]
+    if IS_CODED:
+        if HAS_ZEROS:
+            scaled = ()
+            for part in tl.static_range(PARTS):
+                part_acc = accs[part] * part_factor(part, CODEC) - zeros[None, :]
+                scaled += (part_acc,)  # type: ignore[assignment]
+            first, second = tl.join(scaled[0], scaled[1]), tl.join(scaled[2], scaled[3])
+            # [word, the first code's dimension or the second's, row]
+            both = tl.permute(tl.join(first, second), (0, 3, 2, 1))
+        else:
+            both = tl.permute(tl.join(accs[0], accs[1]), (0, 2, 1))  # [word, its dims, row]
         acc = tl.reshape(both, [TILE_DIM, TILE_ROWS]) * v_unit
     return acc, top, total
 
@@ -521,8 +564,8 @@ def _write_item(
     out_row, q_head = _rows_of(req, head, row, HEADS)
     q_row_ptr = q.ptr + head_offset(q, out_row, q_head)[None, :]
     queries = Queries(q_row_ptr, in_tile, query_position)
-    PACKED: tl.constexpr = 1 if CACHE.CODEC is None else 2  # codes in an element
-    pages = _load_head(cache, head, PACKED, ALIGNED_ELEMENTS, CACHE_MODIFIER)
+    PARTS: tl.constexpr = codes_in_word(CACHE.CODEC)
+    pages = _load_head(cache, head, PARTS, ALIGNED_ELEMENTS, CACHE_MODIFIER)
     head_scales = None
     if CACHE.CODEC is not None:
         head_scales = _load_head(scales, head, 1, 1, CACHE_MODIFIER)
@@ -564,7 +607,7 @@ def _paged_decode_attention_kernel(
     items_ptr,  # [max_items, ITEM_FIELDS] int32, an Item each
     num_items_ptr,  # [1] int32
     q_ptr, stride_q_row, stride_q_head,  # [num_reqs * QUERY_LEN, q_heads, HEAD_DIM]
-    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat; two codes in each int16
+    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat; codes in int16
     k_scale_ptr, v_scale_ptr,  # float32, flat, or None
     scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements, or None
     block_table_ptr, stride_table_row, row_width,  # [num_reqs, row_width] int32
@@ -656,7 +699,8 @@ def paged_decode_attention(
         q: ``[num_reqs * query_len, q_heads, head_dim]`` fp16, bf16 or fp32; any row and head
             stride, unit last stride. ``q_heads`` is a multiple of the layout's KV heads.
         k_cache: one layer's key buffer, flat or of the layout's shape, contiguous, dtype of ``q``,
-            or with ``scales`` float8_e4m3fn or its uint8 view; addressed flat by ``layout``. Pages
+            or with ``scales`` their codes' dtype or its uint8 view; addressed flat by ``layout``
+            (two 4-bit codes are one byte, and a last size is half of ``head_dim``). Pages
             that no query may see are not read, and may hold NaN.
         v_cache: one layer's value buffer, likewise.
         block_table: ``[num_reqs, row_width]`` int32 in batch-row order, or contiguous per-head
@@ -684,7 +728,7 @@ def paged_decode_attention(
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled, capped scores and the head's logit sink.
-        scales: of an fp8 cache, else None. The scales of pages that are not read may be NaN too.
+        scales: of a cache of codes, else None. The scales of pages that are not read may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
@@ -699,8 +743,8 @@ def paged_decode_attention(
 
     Numerics:
         Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
-        rounded to the cache's dtype before the product with V. Tier B. An fp8 cache is multiplied
-        in fp16 (fp32 if ``q`` is), its scales go into scores and weights in fp32. A soft cap adds
+        rounded to the cache's dtype before the product with V. Tier B. Codes are multiplied in
+        fp16 (fp32 if ``q`` is), scales and zeros go into scores and weights in fp32. A soft cap adds
         an error of at most 2**-20 of the cap to a score.
 
     Stream:
@@ -737,7 +781,7 @@ def paged_decode_attention(
     rows = plan.query_len * (q.shape[1] // layout.num_kv_heads)
     tile_dim = triton.next_power_of_2(layout.head_dim)
     if scales is not None:
-        tile_dim = max(tile_dim, MIN_PAIRED_DIM)
+        tile_dim = max(tile_dim, MIN_PART_DIM * 2 * scales.page_format.codes_per_element)
     config = plan.config
     # Each segment has an item. Programs in rounds need more registers, and so run more slowly;
     # yet a program for every item that a plan may have, and mostly has not, takes longer.

@@ -80,7 +80,7 @@ from mrv1.kernels.cache.addresses import (
     load_page_rows,
     table_column,
 )
-from mrv1.kernels.cache.codes import product_query, scale_index
+from mrv1.kernels.cache.codes import codes_in_byte, product_query, scale_index
 from mrv1.kernels.cache.contracts import check_head_dim
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
@@ -368,8 +368,9 @@ def _attend_tile(
         capped_scale = score_scale * (2.0 / softmax.soft_cap)
         score_scale = tl.full([TILE_ROWS], 1.0, tl.float32)  # capped scores are in base 2
 
-    dims = tl.arange(0, TILES.TILE_DIM)
-    in_head = dims < TILES.HEAD_DIM
+    PACKED: tl.constexpr = codes_in_byte(CODEC)
+    dims = tl.arange(0, TILES.TILE_DIM // PACKED)
+    in_head = dims < TILES.HEAD_DIM // PACKED
     acc = tl.zeros([TILE_ROWS, TILES.TILE_DIM], dtype=tl.float32)
     top, total = first_state(logit_sink, TILE_ROWS)
     if FOLDS:
@@ -398,16 +399,20 @@ def _attend_tile(
         next_block = _load_blocks(row, visited_row_ptr, read, next_tile, BLOCK_SIZE, TILE_TOKENS)
         token_of_page = (tile * TILE_TOKENS % BLOCK_SIZE + lane % BLOCK_SIZE).to(tl.int64)
         address = head_base + token_of_page * cache.token_stride + block * block_stride
+        if PACKED > 1:
+            address = address // PACKED
         offsets = tl.multiple_of(address, ALIGNED)[:, None] + dims[None, :]
         present = block >= 0
         loaded = present[:, None] & in_head[None, :]  # NaN of an unseen page must not enter
 
-        k = load_page_rows(cache.k_ptr + offsets, loaded, q.dtype, CODEC)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        k_scale = None
         if SCALES_PER_BLOCK > 0:
             scale_address = scale_base + block * scale_block_stride
             scale_address += scale_index(token_of_page, BLOCK_SIZE, SCALES_PER_BLOCK)
             k_scale = tl.load(scales.k_ptr + scale_address, mask=present, other=0.0)
+        k = load_page_rows(cache.k_ptr + offsets, loaded, k_scale, q.dtype, CODEC)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if k_scale is not None:
             scores *= k_scale[None, :]
         if softmax.soft_cap is not None:
             scores = soft_capped(scores * capped_scale[:, None], softmax.soft_cap)
@@ -436,13 +441,14 @@ def _attend_tile(
         else:
             weights = tl.exp2(scores * score_scale[:, None] - shift[:, None])
             total = total * rescale + tl.sum(weights, axis=1)
+        v_scale = None
         if SCALES_PER_BLOCK > 0:
             v_scale = tl.load(scales.v_ptr + scale_address, mask=present, other=0.0)
             new_unit = tl.maximum(v_unit, tl.max(v_scale, axis=0))
             weights *= (v_scale / new_unit)[None, :]
             rescale *= v_unit / new_unit
             v_unit = new_unit
-        v = load_page_rows(cache.v_ptr + offsets, loaded, q.dtype, CODEC)
+        v = load_page_rows(cache.v_ptr + offsets, loaded, v_scale, q.dtype, CODEC)
         acc = acc * rescale[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
