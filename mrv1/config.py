@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # a configuration needs no torch
     Dtype = DtypeName | torch.dtype
 else:
     Dtype = DtypeName
-KVCacheDtypeName = Literal["auto", "fp8_e4m3"]
+KVCacheDtypeName = Literal["auto", "fp8_e4m3", "int4"]
 KVScaleName = Literal["token", "quarter", "head"]
 """The granularities of ``mrv1.kernels.KVScales``."""
 LoadFormatName = Literal["auto", "dummy"]
@@ -281,9 +281,11 @@ class EngineConfig:
     ``device="cpu"`` only so far. A divisor or a multiple of the model's KV heads."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Type of keys and values in the cache: ``auto`` is the same as ``dtype``; ``fp8_e4m3`` stores
-    8-bit codes and their scales, whatever ``dtype`` is."""
+    8-bit codes and their scales, whatever ``dtype`` is; ``int4`` 4-bit codes, with a scale and a
+    zero for the vector of each token and head, for heads of a multiple of 32 dimensions. Keys and
+    queries are multiplied by a Hadamard matrix before, which spreads a key's few large values."""
     kv_scale: KVScaleName = "token"
-    """Values that share one scale in an fp8 cache. ``token``: the vector of one token in one
+    """Values that share one scale in an fp8 cache; ``int4`` takes ``token`` alone. ``token``: the vector of one token in one
     head, scaled when it is written. ``quarter``: a quarter of a block in one head, requantised
     when its largest value grows, so that a token's bytes depend on when its neighbours were
     written. ``head``: one KV head of one layer, with the static ``k_scale`` and ``v_scale`` of
@@ -452,6 +454,10 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_scale: expected kv_cache_dtype='fp8_e4m3' with {self.kv_scale!r}, "
                 "got 'auto', a cache without scales"
+            )
+        if self.kv_cache_dtype == "int4" and self.kv_scale != "token":
+            raise ConfigError(
+                f"kv_scale: expected 'token' with kv_cache_dtype='int4', got {self.kv_scale!r}"
             )
         if self.load_format == "dummy" and self.kv_scale == "head":
             raise ConfigError(

@@ -107,8 +107,10 @@ OPTIONS = _named(
     ("logprobs_mode", _same("`raw_logprobs` and `processed_logprobs`")),
     ("logits_processors", _same("objects of mrv1's own `LogitsProcessor`")),
     ("kv_cache_dtype", _same(
-        "`fp8` is `fp8_e4m3`, with a scale for each token and head unless `kv_scale` says else",
-        values=dict.fromkeys(("fp8", "fp8_per_token_head"), "fp8_e4m3"))),
+        "`fp8` is `fp8_e4m3`, with a scale for each token and head unless `kv_scale` says else; "
+        "`int4_per_token_head` is `int4`, of other codes",
+        values=dict.fromkeys(("fp8", "fp8_per_token_head"), "fp8_e4m3")
+        | {"int4_per_token_head": "int4"})),
     ("quantization", _same("read from the checkpoint, too", values=QUANTIZATIONS)),
     ("load_format", _same("`safetensors` and `hf` are `auto`; a `.gguf` file is a model's name",
                           values=dict.fromkeys(("safetensors", "hf", "gguf"), "auto"))),

@@ -44,7 +44,9 @@ SCHEMA = 2
 UNIFORM = f"{OURS}-uniform"
 """Our kernel with every head full; measured where the case mixes roles."""
 AUTO = f"{OURS}-auto"
-"""Our kernel on a cache of q's dtype; measured where the case's cache is fp8."""
+"""Our kernel on a cache of q's dtype; measured where the case's cache has codes."""
+FP8 = f"{OURS}-fp8"
+"""Our kernel on an fp8 cache; measured where the case's cache has other codes."""
 QUARTER = f"{OURS}-quarter"
 """Our kernel on scales per quarter of a block; measured where the case's cache is fp8."""
 DETERMINISTIC = f"{OURS}-deterministic"
@@ -149,9 +151,10 @@ def _ours(
             DETERMINISTIC,
             lambda: _contender(data, our_launches(ops, data, deterministic=True)),
         )
-    if case.is_fp8:
+    if case.has_quarters:
         yield QUARTER, partial(on, replace(case, kv_scale="quarter"))
     for name, other in (
+        (FP8, case if case.kv_dtype == "auto" else replace(case, kv_dtype="fp8_e4m3")),
         (AUTO, replace(case, kv_dtype="auto")),
         (UNIFORM, replace(case, num_full_heads=case.num_kv_heads)),
         (PLAIN, replace(case, soft_cap=0.0, has_sinks=False)),
@@ -179,7 +182,7 @@ def _peer(data: AttentionData, peer: Peer[Adapter]) -> Contender:
     if case.kv_dtype not in peer.kv_dtypes:
         raise NotComparedError(f"has no {case.kv_dtype} cache")
     launch = peer.adapter(data)
-    own_scale = peer.static_scale_error if case.is_fp8 else None
+    own_scale = peer.static_scale_error if case.has_scales else None
     return _contender(data, [launch(layer) for layer in data.layers], own_scale)
 
 

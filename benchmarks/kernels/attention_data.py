@@ -10,7 +10,6 @@ import torch
 from benchmarks.kernels.attention_case import AttentionCase
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels import DecodePlan, KVLayout, KVScales, PrefillSplits
-from mrv1.kernels.cache.formats import FP8
 from mrv1.runner.kv_cache import CacheSpec, KVCache
 
 QUANTIZED_ROWS = 1 << 18
@@ -32,7 +31,7 @@ class Layer:
     out: torch.Tensor
     """Like ``q``."""
     scales: KVScales | None
-    """Scales of ``k`` and ``v``, in their order; None without fp8."""
+    """Scales of ``k`` and ``v``, in their order; None without codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,20 +183,23 @@ def make_data(
 def _fill_codes(
     case: AttentionCase, codes: torch.Tensor, scales: torch.Tensor, generator: torch.Generator
 ) -> None:
-    """Write normal vectors as e4m3 codes, and the scale of each vector or of each quarter."""
+    """Write normal vectors as codes, and the scale of each vector or of each quarter."""
     flat_scales = scales.view(-1)
-    vectors = codes.view(torch.uint8).view(len(flat_scales), -1, case.head_dim)
+    page_format = case.page_format
+    stored = page_format.stored_dim(case.head_dim)
+    vectors = codes.view(torch.uint8).view(len(flat_scales), -1, stored)
     parts = zip(vectors.split(QUANTIZED_ROWS), flat_scales.split(QUANTIZED_ROWS), strict=True)
     for part, scale in parts:
-        x = torch.empty(part.shape, device=codes.device).normal_(generator=generator)
-        scale.copy_(FP8.scale(x).amax(dim=1))
-        part.copy_(FP8.encode(x, scale[:, None]))
+        shape = (*part.shape[:2], case.head_dim)
+        x = torch.empty(shape, device=codes.device).normal_(generator=generator)
+        scale.copy_(page_format.scale(x).amax(dim=1))
+        part.copy_(page_format.encode(x, scale[:, None]))
 
 
 def relative_error(data: AttentionData, layer: Layer) -> float:
     """Return the largest ``|out - exact| / |exact|`` of a head's vector in some rows of ``out``.
 
-    The exact rows are a dense softmax in float64. Its keys (in an fp8 case code times scale) are
+    The exact rows are a dense softmax in float64. Its keys (of codes, their values) are
     gathered page by page, without the address formula that the kernels share. The checked rows
     are the first and last query and some between them, of the first and last request and some
     between them. A NaN in ``out`` makes the result NaN.
@@ -256,13 +258,16 @@ def _exact_rows(
         places = keys % case.block_size * per_block // case.block_size
         return pages.view(-1, group.num_heads[0], *page)[blocks, index, places]
 
-    k, v = (
-        gather(x.view(-1, case.head_dim), case.block_size).double() for x in (layer.k, layer.v)
-    )
+    stored = case.page_format.stored_dim(case.head_dim)
+    k, v = (gather(x.view(-1, stored), case.block_size) for x in (layer.k, layer.v))
     if layer.scales is not None:
-        per_block = FP8.per(case.kv_scale).scales_per_block(case.block_size)
-        k *= gather(layer.scales.k_scale.view(-1), per_block)[:, None]
-        v *= gather(layer.scales.v_scale.view(-1), per_block)[:, None]
+        per_block = case.page_format.scales_per_block(case.block_size)
+        k_scale, v_scale = (
+            gather(x.view(-1), per_block) for x in (layer.scales.k_scale, layer.scales.v_scale)
+        )
+        k = case.page_format.decode(k, k_scale, torch.float64)
+        v = case.page_format.decode(v, v_scale, torch.float64)
+    k, v = k.double(), v.double()
     q = layer.q.view(len(layer.q), case.num_kv_heads, -1, case.head_dim)[rows, head].double()
     scores = (q @ k.T) * data.softmax_scale
     if case.soft_cap:

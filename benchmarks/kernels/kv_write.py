@@ -131,7 +131,7 @@ def _measure_case(bench: KVWriteBench, comparison: Comparison, case: WriteCase) 
         **comparison.installed(partial(_peer, data)),
         FUSED: partial(_fused_contender, comparison.ops, data),
     }
-    if case.is_fp8:
+    if case.has_quarters:
         quarter = make_write_data(
             replace(case, kv_scale="quarter"), num_sets, comparison.device, bench.seed
         )

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.measure.options import CacheCase
 from mrv1.kernels import KVLayout, KVScales, reference
-from mrv1.kernels.cache.formats import FP8
 
 SlotOrder = Literal["tokens", "blocks"]
 """Unit in random order: every slot (``tokens``), as no step writes them; or only the blocks, each
@@ -62,10 +61,10 @@ class WriteData:
     """[head_dim]."""
     k_norm: torch.Tensor
     k_cache: torch.Tensor
-    """[blocks, kv_heads, block_size, head_dim], NaN where nothing was written; or e4m3 codes."""
+    """[blocks, kv_heads, block_size, head_dim], NaN where nothing was written; or codes."""
     v_cache: torch.Tensor
     scales: KVScales | None
-    """Scales of an fp8 cache, NaN where nothing was written; else None."""
+    """Scales of codes, NaN where nothing was written; else None."""
     layout: KVLayout
 
     @property
@@ -92,7 +91,7 @@ class WriteData:
         """Fill the caches and scales with NaN."""
         scales = () if self.scales is None else (self.scales.k_scale, self.scales.v_scale)
         for buffer in (self.k_cache, self.v_cache, *scales):
-            buffer.fill_(torch.nan)
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
 
 
 def make_write_data(
@@ -113,16 +112,18 @@ def make_write_data(
     if case.slot_order == "blocks":
         offsets = torch.arange(case.block_size, device=device)
         order = (order[:, None] * case.block_size + offsets).flatten()
-    shape = (num_blocks, num_kv_heads, case.block_size, dim)
+    stored = case.page_format.stored_dim(dim)
+    shape = (num_blocks, num_kv_heads, case.block_size, stored)
     k_cache, v_cache = (
         torch.empty(shape, dtype=case.cache_dtype, device=device) for _ in range(2)
     )
     scales = None
-    if case.is_fp8:
-        per_block = FP8.per(case.kv_scale).scales_per_block(case.block_size)
+    if case.has_scales:
+        per_block = case.page_format.scales_per_block(case.block_size)
         sizes = (num_blocks, num_kv_heads, per_block)
         make = KVScales.per_token if case.kv_scale == "token" else KVScales.per_quarter
-        scales = make(torch.empty(sizes, device=device), torch.empty(sizes, device=device))
+        empty = torch.empty(2, *sizes, device=device)
+        scales = make(empty[0], empty[1], case.page_format)
     angles = torch.rand((num_tokens, dim // 2), generator=generator, device=device) * torch.pi
     data = WriteData(
         case=case,
@@ -160,7 +161,8 @@ def _wrong(
     inputs: list[torch.Tensor],
 ) -> int:
     bits = cache.view(BYTE_DTYPE[cache.dtype.itemsize])
-    nan = torch.full((1,), torch.nan, dtype=cache.dtype, device=cache.device)
+    empty = torch.nan if cache.is_floating_point() else 0
+    nan = torch.full((1,), empty, dtype=cache.dtype, device=cache.device)
     expected = nan.view(bits.dtype).expand_as(bits).clone()
     expected_scale = None if scale is None else torch.full_like(scale, torch.nan)
     for rows, slots in zip(inputs, data.slots, strict=True):
@@ -168,9 +170,10 @@ def _wrong(
         if expected_scale is None:
             expected[blocks, :, tokens] = rows.contiguous().view(bits.dtype)
         else:
-            row_scale = FP8.scale(rows)
+            row_scale = data.case.page_format.scale(rows)
             expected_scale[blocks, :, tokens] = row_scale
-            expected[blocks, :, tokens] = FP8.encode(rows, row_scale)
+            codes = data.case.page_format.encode(rows, row_scale)
+            expected[blocks, :, tokens] = codes
     wrong = int((bits != expected).sum())
     if scale is not None and expected_scale is not None:
         wrong += int((scale.view(torch.int32) != expected_scale.view(torch.int32)).sum())

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 SCALE_BYTES = torch.float32.itemsize
 
-KVDtype = Literal["auto", "fp8_e4m3"]
+KVDtype = Literal["auto", "fp8_e4m3", "int4"]
 """A cache of the inputs' dtype, or of e4m3 codes with scales."""
 
 
@@ -163,6 +163,8 @@ class CacheBench(KernelBench):
         scales = "one per token and head, in the quarter variant per quarter of a block and head"
         if self.kv_dtype == "auto":
             scales = "none"
+        if self.kv_dtype == "int4":
+            scales = "one per token and head, with a zero in its low bits"
         return {name: getattr(self, name) for name in names} | {"kv_scales": scales}
 
 
@@ -186,9 +188,14 @@ class CacheCase:
         return PageFormat.named(self.kv_dtype, self.kv_scale, self.dtype)
 
     @property
-    def is_fp8(self) -> bool:
+    def has_scales(self) -> bool:
         """Whether the cache holds codes with scales."""
         return self.page_format.has_scales
+
+    @property
+    def has_quarters(self) -> bool:
+        """Whether the cache may have a scale per quarter of a block instead."""
+        return self.has_scales and "quarter" in self.page_format.granularities
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -204,4 +211,4 @@ class CacheCase:
     @property
     def vector_bytes(self) -> float:
         """Bytes of one head's K, or V, of one token in the cache, with its share of scales."""
-        return self.head_dim * self.cache_dtype.itemsize + self.scale_share
+        return self.page_format.vector_bytes(self.head_dim) + self.scale_share

@@ -54,7 +54,7 @@ def flashinfer(data: WriteData) -> tuple[SetLaunch, CountWrong]:
 
 def vllm_triton(data: WriteData) -> tuple[SetLaunch, CountWrong]:
     """Run vLLM's Triton write on its own cache: [blocks, tokens, heads, K then V]."""
-    if data.case.is_fp8:
+    if data.case.has_scales:
         return _vllm_triton_inline(data)
     from vllm.v1.attention.ops.triton_reshape_and_cache_flash import (
         triton_reshape_and_cache_flash,

@@ -14,15 +14,15 @@ from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
 
-BLOCK_SIZE = 16  # tokens of a block. The content of an fp8 cache does not depend on it
+BLOCK_SIZE = 16  # tokens of a block. The codes of a cache do not depend on it
 
 
 class PolicyModel:
     """A decoder and a paged cache for one prompt at a time, each under a policy of its own.
 
     Serving's kernels, but a streaming head keeps all its pages. One thread owns the model.
-    ``num_tokens`` is the length of every prompt, ``kv_cache_dtype`` as in ``EngineConfig``; an fp8
-    cache has scales per token. ConfigError: ``num_tokens`` is more than the model's positions.
+    ``num_tokens`` is the length of every prompt, ``kv_cache_dtype`` as in ``EngineConfig``;
+    codes have scales per token. ConfigError: ``num_tokens`` is more than the model's positions.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PolicyModel:
             num_blocks,
             config.num_kv_heads,
             BLOCK_SIZE,
-            config.head_dim,
+            page_format.stored_dim(config.head_dim),
         )
         self._pages = torch.empty(pages, dtype=page_format.dtype, device=model.device)
         self._scales: list[KVScales | None] = [None] * config.num_layers

@@ -55,7 +55,7 @@ class CalibrateOptions:
     device: str = "auto"
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Dtype of the KV cache: take the dtype that the policy will be used with. ``auto`` is
-    ``dtype``; ``fp8_e4m3`` has a scale per token and head."""
+    ``dtype``; ``fp8_e4m3`` and ``int4`` have a scale per token and head."""
 
     def __post_init__(self) -> None:
         """Check."""

@@ -19,6 +19,7 @@ from mrv1.device import (
     device_info,
     driver_version,
     fp8_path,
+    nibble_path,
     kernel_path,
     resolve_device,
     visible_gpus,
@@ -109,7 +110,7 @@ def collect() -> Facts:
         path=PATHS[path] if path else "none",
         used_for=used_for(path)
         | prefill_use(resolved)
-        | fp8_use(resolved)
+        | codes_use(resolved)
         | quantized_use(resolved),
         cpu_threads=describe_threads(),
         embedded_model=embedded,
@@ -138,15 +139,19 @@ def prefill_use(device: torch.device | None) -> dict[str, str]:
     return {"prefill attention": f"Triton: Gluon's warp groups need compute capability {needed}"}
 
 
-def fp8_use(device: torch.device | None) -> dict[str, str]:
-    """Return how ``device`` converts the values of an fp8 KV cache."""
+def codes_use(device: torch.device | None) -> dict[str, str]:
+    """Return how ``device`` converts the codes of fp8 and of 4-bit KV caches."""
     if device is None:
         return {}
+    names = {"FP8 conversion": fp8_path, "4-bit KV codes": nibble_path}
     if kernel_path(device) == "reference":
-        return {"FP8 conversion": _IMPLEMENTATION["reference"]}
-    choice = fp8_path(device)
-    how = "integer arithmetic" if choice.path == "integer" else "hardware"
-    return {"FP8 conversion": f"{how}: {choice.reason}"}
+        return dict.fromkeys(names, _IMPLEMENTATION["reference"])
+    found = {}
+    for name, choose_path in names.items():
+        choice = choose_path(device)
+        how = "integer arithmetic" if choice.path == "integer" else "hardware"
+        found[name] = f"{how}: {choice.reason}"
+    return found
 
 
 def quantized_use(device: torch.device | None) -> dict[str, str]:

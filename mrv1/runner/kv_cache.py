@@ -12,12 +12,13 @@ from typing import Self
 import torch
 
 from mrv1.config import EngineConfig
-from mrv1.errors import CapacityError
+from mrv1.errors import CapacityError, ConfigError
 from mrv1.headwise import HeadGroup, HeadGroups
-from mrv1.kernels.cache.formats import PageFormat
-from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.kernels.cache.contracts import hadamard_block
+from mrv1.kernels.cache.formats import FORMATS, PageFormat
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.models import DecoderModel
+from mrv1.models import DecoderModel, ModelConfig
 from mrv1.models.batch import LayerCache
 
 CPU_KV_BYTES = 1 << 30
@@ -50,8 +51,13 @@ class CacheSpec:
 
     @property
     def page_elements(self) -> int:
-        """Elements of a page."""
+        """Elements of a page, as layouts count them: one for each dimension."""
         return self.block_size * self.head_dim
+
+    @property
+    def stored_shape(self) -> tuple[int, int]:
+        """Shape of a page in its tensor, where an element may hold several codes."""
+        return self.block_size, self.page_format.stored_dim(self.head_dim)
 
     @property
     def page_scales(self) -> int:
@@ -103,6 +109,25 @@ class CacheSpec:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
+
+
+def check_codes(kv_cache_dtype: str, config: ModelConfig) -> None:
+    """Raise ConfigError unless the vectors of a model's heads can be stored as these codes."""
+    codes = FORMATS.get(kv_cache_dtype)
+    if codes is None or codes.codes_per_element == 1:
+        return
+    multiple = ALIGNMENT_BYTES * codes.codes_per_element // codes.dtype.itemsize
+    if config.head_dim % multiple:
+        raise ConfigError(
+            f"kv_cache_dtype: expected heads of a multiple of {multiple} dimensions with "
+            f"{kv_cache_dtype!r}, got {config.head_dim}; choose 'fp8_e4m3' or 'auto'"
+        )
+    for rope in filter(None, (config.rope, config.window_rope)):
+        if hadamard_block(config.head_dim, rope.rotary_dim) == 1:
+            raise ConfigError(
+                f"kv_cache_dtype: expected a multiple of 4 rotated dimensions with "
+                f"{kv_cache_dtype!r}, got {rope.rotary_dim}; choose 'fp8_e4m3' or 'auto'"
+            )
 
 
 def layer_layouts(
@@ -265,7 +290,10 @@ class KVCache:
         ]
         try:
             pages = torch.empty(
-                sum(layer_pages), spec.page_elements, dtype=spec.page_format.dtype, device=device
+                sum(layer_pages),
+                math.prod(spec.stored_shape),
+                dtype=spec.page_format.dtype,
+                device=device,
             )
             scales = torch.empty(
                 sum(layer_pages), spec.page_scales, dtype=torch.float32, device=device
@@ -284,8 +312,9 @@ class KVCache:
         self.layers: list[LayerCache] = []
         """Of the model; those of a draft head are ``draft_layers``."""
         for layer, layout in enumerate(layouts):
-            page = spec.block_size, spec.head_dim
-            k, v = (self._shaped(x, *page) for x in pages_of[2 * layer : 2 * layer + 2])
+            k, v = (
+                self._shaped(x, *spec.stored_shape) for x in pages_of[2 * layer : 2 * layer + 2]
+            )
             self.layers.append(
                 LayerCache(
                     k=k,

@@ -137,7 +137,7 @@ def report_of(
     total_bytes = sum(spec.nbytes(rank, num_blocks) for rank in ranks)
     is_awake = cache.allocated_bytes == cache.nbytes
     return KVReport(
-        dtype=str(spec.page_format.dtype).removeprefix("torch."),
+        dtype=spec.page_format.element,
         kv_scale=spec.page_format.granularity,
         block_size=spec.block_size,
         num_blocks=num_blocks[0],
@@ -233,7 +233,7 @@ def _describe_heads(cache: KVCache, policy: HeadPolicy) -> str:
 
 def _describe_kv(config: EngineConfig, cache: KVCache, conversion: Conversion | None) -> str:
     """Return the cache's dtype, scales and what they switch off, and conversions in software."""
-    dtype = str(cache.spec.page_format.dtype).removeprefix("torch.")
+    dtype = cache.spec.page_format.element
     if conversion is None:
         return dtype
     converted = ""

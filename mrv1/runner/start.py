@@ -23,7 +23,7 @@ from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
 from mrv1.runner.host_memory import HostMemory
-from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
+from mrv1.runner.kv_cache import CacheSpec, StreamingDemand, check_codes
 from mrv1.runner.profile import blocks_of_groups, empty_batch, warm_up
 from mrv1.runner.report import StartClock
 from mrv1.runner.slot_state import field_starts
@@ -89,6 +89,7 @@ def build_parts(
         if model is None
         else model.whole_config
     )
+    check_codes(config.kv_cache_dtype, model_config)
     # A model that cannot be divided fails here.
     parallel.shard(model_config, deterministic=config.deterministic)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)

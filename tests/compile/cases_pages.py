@@ -39,7 +39,11 @@ def _copy(
     int32, int64 = pointer(torch.int32), pointer(torch.int64)
     return AotCase(
         name=_name(
-            "copy_pages", bits, head_dim, ids, *([f"scales{scales}"] if scales else []),
+            "copy_pages",
+            bits,
+            head_dim,
+            ids,
+            *([f"scales{scales}"] if scales else []),
             *(["packed"] if packed > 1 else []),
         ),  # fmt: skip
         kernel=_copy_pages_kernel,

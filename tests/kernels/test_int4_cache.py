@@ -199,9 +199,7 @@ def test_a_vector_with_an_element_that_is_not_finite_is_nan(device, ops):
     caches = torch.zeros(2, 1, 1, 16, 16, dtype=torch.uint8, device=device)
     scales = KVScales.per_token(*torch.zeros(2, 1, 1, 16, device=device), INT4)
     slots = torch.arange(5, device=device)[None]
-    ops.kv_cache_write(
-        vectors[:, None], -vectors[:, None], *caches, slots, layout, scales=scales
-    )
+    ops.kv_cache_write(vectors[:, None], -vectors[:, None], *caches, slots, layout, scales=scales)
     bits = scales.k_scale.view(torch.int32).flatten()[1:4].tolist()
     assert bits == [0x7FC00000] * 3
     values = INT4.decode(caches[0, 0, 0], scales.k_scale[0, 0], torch.float32)
@@ -394,7 +392,7 @@ def test_arguments_that_do_not_fit_are_refused(device, ops):
         with pytest.raises(ValueError, match=f"hadamard: .* power of two to 16, got {block}"):
             write(hadamard=block)
     odd = Rope(torch.zeros(1, 6, device=device))
-    with pytest.raises(ValueError, match="multiple of 4 rotated channels for int4, got 6"):
+    with pytest.raises(ValueError, match="multiple of 4 rotated channels for packed codes, got 6"):
         write(rope=odd)
     with pytest.raises(ValueError, match="head_dim.* multiples of 32 elements .* int4, got .* 48"):
         key = torch.zeros(1, 2, 48, device=device)

@@ -38,13 +38,13 @@ _ROUNDER_BITS = tl.constexpr(0x4B400000)
 @triton.constexpr_function
 def is_nibbles(codec: str | None) -> bool:
     """Return whether a tag is that of 4-bit codes."""
-    return codec in ("int4 hardware", "int4 integer")
+    return codec in (NIBBLES.value, NIBBLES_INTEGER.value)
 
 
 @triton.constexpr_function
 def codes_in_byte(codec: str | None) -> int:
     """Return how many codes of a tag a byte holds."""
-    return 2 if codec in ("int4 hardware", "int4 integer") else 1
+    return 2 if codec in (NIBBLES.value, NIBBLES_INTEGER.value) else 1
 
 
 @triton.constexpr_function

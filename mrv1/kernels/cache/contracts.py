@@ -196,10 +196,11 @@ def check_qkv(
     largest = hadamard_block(dim, None if rope is None else rope.cos_sin.shape[1])
     if hadamard and (hadamard < 2 or hadamard & hadamard - 1 or largest % hadamard):
         raise ValueError(f"hadamard: expected 0 or a power of two to {largest}, got {hadamard}")
-    if scales is not None and scales.page_format.codes_per_element > 1 and largest < 2:
+    is_packed = isinstance(scales, KVScales) and scales.page_format.codes_per_element > 1
+    if is_packed and rope is not None and largest < 2:
         raise ValueError(
-            f"rope.cos_sin: expected a multiple of 4 rotated channels for {scales.page_format.name}"
-            f", got {None if rope is None else rope.cos_sin.shape[1]}"
+            "rope.cos_sin: expected a multiple of 4 rotated channels for packed codes, got "
+            f"{rope.cos_sin.shape[1]}"
         )
     return qkv if qkv.dim() == 3 else qkv.unflatten(1, (heads, dim))
 

@@ -93,6 +93,12 @@ class PageFormat:
         return replace(self, granularity=granularity)
 
     @property
+    def element(self) -> str:
+        """The name of what a vector's elements are stored as."""
+        packed = self.codes_per_element > 1
+        return self.name if packed else str(self.dtype).removeprefix("torch.")
+
+    @property
     def has_scales(self) -> bool:
         """Whether pages hold codes, each with a scale."""
         return self.granularity is not None
