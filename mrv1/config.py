@@ -285,11 +285,11 @@ class EngineConfig:
     zero for the vector of each token and head, for heads of a multiple of 32 dimensions. Keys and
     queries are multiplied by a Hadamard matrix before, which spreads a key's few large values."""
     kv_scale: KVScaleName = "token"
-    """Values that share one scale in an fp8 cache; ``int4`` takes ``token`` alone. ``token``: the vector of one token in one
-    head, scaled when it is written. ``quarter``: a quarter of a block in one head, requantised
-    when its largest value grows, so that a token's bytes depend on when its neighbours were
-    written. ``head``: one KV head of one layer, with the static ``k_scale`` and ``v_scale`` of
-    the checkpoint."""
+    """Values that share one scale in an fp8 cache; ``int4`` takes ``token`` alone. ``token``: the
+    vector of one token in one head, scaled when it is written. ``quarter``: a quarter of a block
+    in one head, requantised when its largest value grows, so that a token's bytes depend on when
+    its neighbours were written. ``head``: one KV head of one layer, with the static ``k_scale``
+    and ``v_scale`` of the checkpoint."""
     block_size: Annotated[int, one_of(BLOCK_SIZES)] = 16
     """Tokens per KV block: 16, 32, 64 or 128."""
     max_model_len: Annotated[int | None, counts(2)] = None

@@ -222,14 +222,13 @@ def nibble_path(device: torch.device) -> Conversion:
 def choose_nibble_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
     """Return how a GPU converts 4-bit codes; UnsupportedDeviceError: it is older than sm_80."""
     if is_amd:
-        return Conversion(path="integer", reason=f"{info.name}: no NVIDIA GPU, whose products "
-                          "take codes as they are")  # fmt: skip
+        return Conversion(path="integer", reason=f"{info.name} may flush subnormal fp16 to 0")
     capability = info.capability or (0, 0)
     if capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
-            f"{info.name} has compute capability {capability[0]}.{capability[1]}; a 4-bit KV cache "
-            "needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a cache "
-            "without scales)"
+            f"{info.name} has compute capability {capability[0]}.{capability[1]}; a 4-bit KV "
+            "cache needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a "
+            "cache without scales)"
         )
     return Conversion(path="hardware", reason=f"{info.name} multiplies subnormal fp16 exactly")
 

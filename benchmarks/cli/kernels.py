@@ -27,8 +27,8 @@ from mrv1.cli.results import check_target, write_result
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
 HELP = SHARED | {
     "dtype": "Dtype of the inputs: float32, float16 or bfloat16.",
-    "kv_dtype": "Cache dtype: auto (that of the inputs) or fp8_e4m3, a scale per token and head; "
-    "one variant has a scale per quarter of a block and head.",
+    "kv_dtype": "Cache dtype: auto (that of the inputs), fp8_e4m3 or int4, with a scale per token "
+    "and head; for fp8_e4m3 one variant has a scale per quarter of a block and head.",
     "num_q_heads": "Query heads.",
     "num_kv_heads": "KV heads.",
     "head_dim": "Elements per head.",

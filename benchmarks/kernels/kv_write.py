@@ -35,6 +35,7 @@ from benchmarks.peers import Peer
 from benchmarks.peers.kv_write import WRITE_PEERS, Adapter, CountWrong
 from mrv1.errors import ConfigError
 from mrv1.kernels import QKNorm, Rope, reference
+from mrv1.kernels.cache.reference import mix_channels
 from mrv1.kernels.registry import Ops
 
 SCHEMA = 2
@@ -113,7 +114,7 @@ def run_kv_write(bench: KVWriteBench, say: Say = lambda _: None) -> dict[str, An
             "data": "normal, K and V strided views of a fused qkv, "
             f"{in_random_order} in random order",
             "fused": "q and k norm, neox rope of the whole head by rows of angles that were "
-            "picked before, as layers share them; q in place",
+            "picked before, as layers share them; for 4-bit codes the Hadamard matrix; q in place",
             "check": "whole cache, bit for bit; a peer's fp8 cache within e4m3's rounding; the "
             "quarter variant's against the oracle",
         },
@@ -211,7 +212,8 @@ def _fused(ops: Ops, data: WriteData) -> list[Callable[..., torch.Tensor]]:
         partial(
             ops.qkv_cache_write, qkv, data.k_cache, data.v_cache, slots, data.layout,
             num_q_heads=data.case.num_q_heads, rope=Rope(data.cos_sin),
-            norm=QKNorm(data.q_norm, data.k_norm, EPS), scales=data.scales,
+            norm=QKNorm(data.q_norm, data.k_norm, EPS), hadamard=data.case.hadamard,
+            scales=data.scales,
         )
         for qkv, slots in zip(data.qkv, data.slots, strict=True)
     ]  # fmt: skip
@@ -242,6 +244,8 @@ def _relative_error(data: WriteData, q: torch.Tensor, k: torch.Tensor) -> float:
         reference.rms_norm(x, weight.double(), EPS, out=x)
     rows = torch.arange(data.case.num_tokens, device=q.device)
     reference.apply_rope(exact[0], exact[1], data.cos_sin, rows)
+    if data.case.hadamard:
+        exact = [mix_channels(x, data.case.hadamard) for x in exact]
     errors = [
         ((got.double() - want).norm(dim=-1) / want.norm(dim=-1)).max()
         for got, want in zip((q, k), exact, strict=True)

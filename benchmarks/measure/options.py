@@ -13,6 +13,7 @@ import torch
 
 from mrv1.config import Dtype, LoadFormatName
 from mrv1.errors import ConfigError
+from mrv1.kernels.cache.contracts import hadamard_block
 from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import BLOCK_SIZES
 from mrv1.provenance import provenance
@@ -196,6 +197,11 @@ class CacheCase:
     def has_quarters(self) -> bool:
         """Whether the cache may have a scale per quarter of a block instead."""
         return self.has_scales and "quarter" in self.page_format.granularities
+
+    @property
+    def hadamard(self) -> int:
+        """Channels of the blocks in which models mix q and k before they write such a cache."""
+        return hadamard_block(self.head_dim, self.head_dim) if self.page_format.mixes_keys else 0
 
     @property
     def cache_dtype(self) -> torch.dtype:

@@ -19,8 +19,8 @@ from mrv1.device import (
     device_info,
     driver_version,
     fp8_path,
-    nibble_path,
     kernel_path,
+    nibble_path,
     resolve_device,
     visible_gpus,
 )

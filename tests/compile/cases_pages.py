@@ -45,7 +45,7 @@ def _copy(
             ids,
             *([f"scales{scales}"] if scales else []),
             *(["packed"] if packed > 1 else []),
-        ),  # fmt: skip
+        ),
         kernel=_copy_pages_kernel,
         args=(
             *(pointer(bits), pointer(bits)),

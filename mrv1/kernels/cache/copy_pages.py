@@ -128,8 +128,8 @@ def copy_pages(
         layout: where the pages lie.
         group: the head group whose heads are copied: a block id is valid in its group only.
             None = all heads, which must then be one group.
-        scales: the scales of a cache of codes, else None. Per token or quarter: *written* for every
-            page that is written. Per head: not copied, as no block has scales of its own.
+        scales: the scales of a cache of codes, else None. Per token or quarter: *written* for
+            every page that is written. Per head: not copied, as no block has scales of its own.
 
     Raises:
         TypeError: a wrong dtype, or a float8_e4m3fn cache without ``scales``.

@@ -1,8 +1,8 @@
 """What a page of the KV cache stores: values as they are, or codes and their scales.
 
-The value of an fp8 code is ``code * scale``, of a 4-bit code ``(code - zero) * scale``. Scales are
-float32, in side tensors (``kv_scales``); a 4-bit vector's zero is in the low bits of its scale. The
-device functions that encode and decode are in ``codes``.
+The value of an fp8 code is ``code * scale``, of a 4-bit code ``(code - zero) * scale``. Scales
+are float32, in side tensors (``kv_scales``); a 4-bit vector's zero is in the low bits of its
+scale. The device functions that encode and decode are in ``codes``.
 
 Source: OCP 8-bit Floating Point Specification, revision 1.0 (E4M3); the shape of ``quarter``
 scales, ``[blocks, kv_heads, 4]``, is FastDeploy's (PR 7949), their meaning is ours. 4-bit codes

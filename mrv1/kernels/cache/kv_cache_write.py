@@ -182,9 +182,9 @@ def kv_cache_write(
         Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
         converted. With ``scales``, ``x / scale`` is rounded to e4m3, ties to even, and saturates
         at +-448, infinities too; NaN stays NaN. A vector's absmax ignores elements that are not
-        finite. For 4 bits, ``x / scale + zero`` is rounded to 0 to 15, ties to even; a vector with
-        an element that is not finite becomes NaN as a whole. With a scale per quarter, bytes depend on which tokens were written before, and
-        which together.
+        finite. For 4 bits, ``x / scale + zero`` is rounded to 0 to 15, ties to even; a vector
+        with an element that is not finite becomes NaN as a whole. With a scale per quarter, bytes
+        depend on which tokens were written before, and which together.
 
     Stream:
         One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.

@@ -388,7 +388,8 @@ def qkv_cache_write(
         q_out: ``[num_tokens, num_q_heads, head_dim]``, qkv's dtype, unit last stride, *written*;
             may be the view of q in ``qkv``, but overlap with nothing else. Allocated if omitted.
         k_out: ``[num_tokens, kv_heads, head_dim]``, qkv's dtype, unit last stride, *written* with
-            all tokens' normed, rotated and mixed keys, not quantised. For debugging; None = not stored.
+            all tokens' normed, rotated and mixed keys, not quantised. For debugging; None = not
+            stored.
         scales: the scales of a cache of codes, else None, as ``kv_cache_write`` takes them. Per
             quarter, the store is a launch of its own, and ``k_out`` is allocated if omitted.
 

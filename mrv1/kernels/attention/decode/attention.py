@@ -202,9 +202,9 @@ def _attend_item(
     The zeros of 4-bit vectors come last: a score loses its key's zero times the query's sum, and
     all of an output's dimensions the sum of weights times zeros.
 
-    If DETERMINISTIC and without codes, the result is the fold of the item's pieces, and tensor cores add
-    up the weights in the order of the keys: the order of a sum over registers would depend on the
-    shape of the tile.
+    If DETERMINISTIC and without codes, the result is the fold of the item's pieces, and tensor
+    cores add up the weights in the order of the keys: the order of a sum over registers would
+    depend on the shape of the tile.
 
     Returns:
         (acc, top, total): ``[TILE_DIM, TILE_ROWS]`` sum of weights * v, and per row the largest
@@ -728,7 +728,7 @@ def paged_decode_attention(
         out: like ``q``; *written*. None = a new tensor.
         lse: ``[num_reqs * query_len, q_heads]`` fp32, *written* if given: the natural log-sum-exp
             of the scaled, capped scores and the head's logit sink.
-        scales: of a cache of codes, else None. The scales of pages that are not read may be NaN too.
+        scales: of a cache of codes, else None. Scales of pages that are not read may be NaN too.
         visited: ``[num_reqs, kv_heads, row_width]`` uint8, contiguous, for debugging: *written* 1
             where a head reads the page in a column, untouched elsewhere.
 
@@ -744,7 +744,7 @@ def paged_decode_attention(
     Numerics:
         Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
         rounded to the cache's dtype before the product with V. Tier B. Codes are multiplied in
-        fp16 (fp32 if ``q`` is), scales and zeros go into scores and weights in fp32. A soft cap adds
+        fp16 (fp32 if ``q`` is), scales and zeros go into scores and sums in fp32. A soft cap adds
         an error of at most 2**-20 of the cap to a score.
 
     Stream:
