@@ -76,6 +76,7 @@ def _rms_norm(
         constexprs={
             "TILE_ROWS": config.tile_rows,
             "TILE_DIM": triton.next_power_of_2(dim),
+            "NEXT_AT_ONCE": onto,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=config.num_warps,

@@ -86,6 +86,7 @@ GROUPS = (
 )
 """Layers of many tokens on Hopper, in so many splits of so many leaves."""
 GELU = Layer(1024, 3072, ("norm", "wide", "gated", "gelu"))
+LARGE_GELU = Layer(3584, 14_336, ("norm", "wide", "gated", "gelu"))
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
 
 
@@ -94,7 +95,7 @@ def cases(target: Target) -> list[AotCase]:
     return [
         *(_vector(target, layer) for layer in layers),
         *(_tile(target, layer, tokens) for layer in layers for tokens in (16, 32, 64, 256)),
-        _vector(target, GELU),
+        *(_vector(target, layer) for layer in (GELU, LARGE_GELU)),
         *(_tile(target, GELU, tokens) for tokens in (16, 256)),
         *_registers(target, GELU, 16),
         *_in_order(target, VOCABULARY, 256),
@@ -116,7 +117,10 @@ def cases(target: Target) -> list[AotCase]:
 
 
 def _vector(target: Target, layer: Layer) -> AotCase:
-    config = VectorConfig.default_for(layer.num_in, layer.dtype, has_norm="norm" in layer.fused)
+    norm = layer.if_fused("norm")
+    config = VectorConfig.default_for(
+        layer.num_in, layer.dtype, norm_dtype=None if norm is None else norm.dtype
+    )
     data = pointer(layer.dtype)
     num_chunks = triton.cdiv(layer.num_in, config.tile_in)
     return AotCase(
@@ -124,7 +128,7 @@ def _vector(target: Target, layer: Layer) -> AotCase:
         kernel=_linear_vector_kernel,
         args=(
             *(data, layer.if_fused("residual"), data, data),
-            *(layer.if_fused("bias"), layer.if_fused("norm"), 1e-6, layer.num_out),
+            *(layer.if_fused("bias"), norm, 1e-6, layer.num_out),
         ),
         constexprs={
             "IN": layer.num_in,

@@ -357,7 +357,7 @@ def test_configurations(num_in, num_rows, leaves):
             assert order.leaves % config.splits == 0
             if order.is_chained and dtype != torch.float32:
                 assert config.tile_in == CHAIN_IN
-    vector = VectorConfig.default_for(num_in, torch.bfloat16, has_norm=False)
+    vector = VectorConfig.default_for(num_in, torch.bfloat16, norm_dtype=None)
     assert vector.tile_rows == vector.num_warps
 
 

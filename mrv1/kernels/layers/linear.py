@@ -241,9 +241,8 @@ def _norms_itself(x: torch.Tensor, weight: QuantizedWeight | None) -> bool:
 def _vector_config(call: LinearCall) -> VectorConfig:
     if INTERPRET:
         return VectorConfig.for_interpreter(call.num_in, call.num_out)
-    return VectorConfig.default_for(
-        call.num_in, call.x.dtype, has_norm=call.norm_weight is not None
-    )
+    norm_dtype = None if call.norm_weight is None else call.norm_weight.dtype
+    return VectorConfig.default_for(call.num_in, call.x.dtype, norm_dtype=norm_dtype)
 
 
 def _register_config(call: LinearCall) -> RegisterConfig | None:

@@ -23,6 +23,10 @@ from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.contracts import check_norm_weight
 from mrv1.kernels.layers.norm import inverse_rms
 
+MOST_AT_ONCE = 2
+"""Most programs whose next kernel may start together with them, to load weights: a layer of
+OLMo-2-7B's products and norms takes 101.5 us for one token on an H200, instead of 103.5."""
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
@@ -37,9 +41,11 @@ def _rms_norm_kernel(
     num_rows, num_heads, dim, eps,
     TILE_ROWS: tl.constexpr,
     TILE_DIM: tl.constexpr,  # power of two >= dim
+    NEXT_AT_ONCE: tl.constexpr,  # see MOST_AT_ONCE
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
     """Grid (cdiv(num_rows, TILE_ROWS),): one program normalises TILE_ROWS whole rows."""
+    let_next_start(OVERLAP and NEXT_AT_ONCE)
     row = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     col = tl.arange(0, TILE_DIM)[None, :]
     in_row = (row < num_rows) & (col < dim)
@@ -49,7 +55,7 @@ def _rms_norm_kernel(
         second_weight = tl.load(second_weight_ptr + col, mask=col < dim, other=0.0)
         weight = tl.where(head == 1, second_weight, weight)
     wait_for_previous(OVERLAP)
-    let_next_start(OVERLAP)
+    let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
     x_offset = token * stride_x_token + head * stride_x_head + col
     x = tl.load(x_ptr + x_offset, mask=in_row, other=0.0)
@@ -161,11 +167,13 @@ def rms_norm(
         config = RmsNormConfig.for_interpreter(num_rows, dim)
     else:
         config = RmsNormConfig.default_for(dim)
-    _rms_norm_kernel[(triton.cdiv(num_rows, config.tile_rows),)](
+    num_programs = triton.cdiv(num_rows, config.tile_rows)
+    _rms_norm_kernel[(num_programs,)](
         out, out.stride(0), out.stride(-2), *with_strides(residual, 1), *with_strides(onto, 1),
         x, x.stride(0), x.stride(-2), weight, second_weight, num_rows, num_heads, dim, eps,
         TILE_ROWS=config.tile_rows, TILE_DIM=triton.next_power_of_2(dim),
-        num_warps=config.num_warps, **overlap_options(x.device),
+        NEXT_AT_ONCE=num_programs <= MOST_AT_ONCE, num_warps=config.num_warps,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out
 
