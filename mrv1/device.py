@@ -183,7 +183,7 @@ ConversionPath = Literal["hardware", "integer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """How a device converts codes of a KV cache, and why; all paths give the same bits."""
+    """How a device converts codes of a KV cache, and why; all paths give the same values."""
 
     path: ConversionPath
     reason: str

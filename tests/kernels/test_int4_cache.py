@@ -339,7 +339,12 @@ def test_both_conversions_give_the_same_attention(device):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(PageFormat, "codec", lambda self, _, path=path: self.tag(path))
             results.append(run_decode(kernels, case, q))
-    assert_equal(*results)
+    if device.type == "cpu":
+        assert_equal(*results)
+    else:  # tensor cores align products by their exponents, which subnormal numbers do not have
+        for name in ("out", "lse"):
+            got, want = (getattr(each, name) for each in results)
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
 def test_mixed_queries_and_keys_give_the_scores_of_those_that_were_not(device):
