@@ -332,6 +332,19 @@ RECIPES: dict[str, Recipe] = {
         "--max-num-batched-tokens 512 --kv-cache-memory-bytes 5000000000",
         250,
     ),
+    **{
+        f"headwise-{name}-recycled-half-16k": bench(
+            "headwise",
+            f"--shape {shape} {POLICY} --variants kept,recycled --context 18688 "
+            "--prompt-tokens 16384 --output-tokens 2048 --num-requests 12 --max-num-seqs 8 "
+            f"--max-num-batched-tokens 2048 --kv-cache-memory-bytes {num_bytes}",
+            140,
+        )
+        for name, shape, num_bytes in (
+            ("8b", "llama3-8b", 10_500_000_000),
+            ("ernie", "ernie-21b-a3b", 4_590_000_000),
+        )
+    },
     "headwise-8k-4k-half": bench(
         "headwise",
         f"--shape qwen3-0.6b {POLICY} --variants uniform,kept,recycled --context 32768 "
