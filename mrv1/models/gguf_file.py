@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from math import isclose, isfinite
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.models.architectures import ARCHITECTURES, missing_feature
+from mrv1.models.experts import ExpertFamily
 from mrv1.models.fused import GATE_UP, QKV
 from mrv1.models.gguf_vocab import TOKENS, Vocabulary
 from mrv1.models.quantization.ggml_blocks import BLOCK_TYPES
@@ -41,9 +42,13 @@ FAMILIES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
 }
 """``general.architecture`` -> architecture of a Hugging Face checkpoint. Mistral is ``llama``,
-dense Granite 4 ``granite``."""
+dense Granite 4 ``granite``; ``llama`` with experts is Mixtral."""
+_MIXTRAL = "MixtralForCausalLM"
 _PERMUTED = ("llama", "smollm3", "granite")
 """Architectures whose queries and keys llama.cpp stores in another order."""
 
@@ -118,6 +123,10 @@ _NEUTRAL: dict[str, tuple[float | bool, ...]] = {
 _SCALES = ("attention.scale", "embedding_scale", "logit_scale", "residual_scale")
 """Settings that only ``granite`` may have."""
 
+_STACKS = {"ffn_gate": 0, "ffn_up": 1, "ffn_down": 2}
+"""Names of experts' matrices, of each layer together -> which of ``ExpertFamily.parts``."""
+_CHOICE_BIAS = "exp_probs_b"
+
 _WITHOUT_EFFECT = frozenset(
     {
         "attention.layer_norm_epsilon",  # there is no such norm
@@ -182,6 +191,11 @@ class GGUFFile:
                 f"general.architecture: expected one of {', '.join(FAMILIES)}, "
                 f"got {self.architecture!r}{missing_feature(self.architecture)}"
             )
+        self.family = FAMILIES[self.architecture]
+        """Architecture of the Hugging Face checkpoint."""
+        if self.architecture == "llama" and self._number("expert_count", 0):
+            self.family = _MIXTRAL
+        self._experts = ARCHITECTURES[self.family].experts
         keys = [key for key in self._fields if key.startswith("tokenizer.")]
         self.vocabulary = Vocabulary({key: self._field(key) for key in keys})
         """Tokens and chat templates."""
@@ -190,10 +204,13 @@ class GGUFFile:
         for key in keys:
             del self._fields[key], readers[0].fields[key]  # tens of MB
         tensors = [tensor for reader in readers for tensor in reader.tensors]
-        self._tensors = {
-            _hugging_face_name(tensor.name, self.architecture): tensor for tensor in tensors
-        }
+        names = _NAMES | _OTHER_NAMES.get(self.architecture, {})
+        if self._experts is not None:
+            names |= _expert_names(self._experts)
+        self._tensors = {_hugging_face_name(tensor.name, names): tensor for tensor in tensors}
         self._check_split(files, readers, len(tensors))
+        self._plain_stacks = self._not_kept()
+        """Beginnings of the names of experts whose blocks are not kept."""
         self._tensors = {
             part: half for name in self._tensors for part, half in self._parts(name).items()
         }
@@ -204,6 +221,20 @@ class GGUFFile:
     def _parts(self, name: str) -> dict[str, Any]:
         """Return a tensor by its name, or one of several linear layers as theirs."""
         tensor = self._tensors[name]
+        if ".experts.{}." in name:  # of all experts
+            shape, count = tensor.shape[:-1], int(tensor.shape[-1])
+            return {
+                name.format(expert): tensor._replace(
+                    shape=shape,
+                    n_elements=tensor.n_elements // count,
+                    n_bytes=tensor.n_bytes // count,
+                    data=tensor.data[expert],
+                )
+                for expert in range(count)
+            }
+        if self._experts is not None and self._experts.bias and name.endswith(self._experts.bias):
+            ones = [1] * (self._experts.bias_dims - 1)
+            return {name: tensor._replace(shape=np.array([*tensor.shape, *ones]))}
         total = int(tensor.shape[-1])  # rows, as GGUF lists the fastest dimension first
         for fused, sizes in (
             ("mlp.gate_up_proj", dict.fromkeys(GATE_UP, total // 2)),
@@ -286,12 +317,40 @@ class GGUFFile:
         sizes: dict[str, list[int]] = {}
         for name, tensor in self._tensors.items():
             kind, module = tensor.tensor_type.name, name.removesuffix(".weight")
-            if module != name and _is_kept(module, kind):
+            if module != name and self._is_kept(module, kind):
                 kinds.append((module, kind))
             elif kind not in NUMBERS:
                 sizes.setdefault(kind, []).append(int(tensor.n_bytes))
         dequantized = tuple((kind, len(each), sum(each)) for kind, each in sizes.items())
         return GGUFBlocks(kinds=tuple(kinds), dequantized=dequantized) if kinds else None
+
+    def _not_kept(self) -> frozenset[str]:
+        """Return stacks of experts beside shared ones, or of gates and ups of different types."""
+        if self._experts is None:
+            return frozenset()
+        gate, up, _ = self._experts.parts
+        kinds: dict[str, dict[str, Any]] = {}
+        for name, tensor in self._tensors.items():
+            layer, is_stack, part = name.partition(".experts.{}.")
+            if is_stack:
+                kinds.setdefault(layer, {})[part.removesuffix(".weight")] = tensor.tensor_type
+        has_shared = any(".shared_experts." in name for name in self._tensors)
+        return frozenset(
+            f"{layer}.experts."
+            for layer, own in kinds.items()
+            if has_shared or own.get(gate) != own.get(up)
+        )
+
+    def _is_kept(self, module: str, kind: str) -> bool:
+        """Return whether a matrix's blocks can be kept; no kernel looks rows up in MXFP4."""
+        experts, is_table = self._experts, module == EMBED_MODULE
+        if kind not in BLOCK_TYPES or (is_table and kind == "MXFP4"):
+            return False
+        if experts is not None and module.startswith(LAYERS):
+            layer, is_expert, _ = module.partition(".experts.")
+            is_plain = f"{layer}{is_expert}" in self._plain_stacks or ".shared_experts." in module
+            return not is_plain and not module.endswith(f".{experts.block}.{experts.router}")
+        return module.startswith(LAYERS) or module in (HEAD_MODULE, EMBED_MODULE)
 
     def get_slice(self, name: str) -> torch.Tensor:
         """Return what a part of a tensor can be cut from: the tensor as ``get_tensor`` does."""
@@ -336,7 +395,7 @@ class GGUFFile:
         context = size("context_length")
         num_rows = self._check_settings(head_dim, context)
         settings = {
-            "architectures": [FAMILIES[self.architecture]],
+            "architectures": [self.family],
             "vocab_size": num_rows,
             "hidden_size": hidden,
             "intermediate_size": size("feed_forward_length"),
@@ -353,14 +412,14 @@ class GGUFFile:
             "eos_token_id": self.vocabulary.ends,
             "dtype": self._dtype(),
             **self._of_family(head_dim, context),
+            **self._of_experts(),
         }
         for key in self._fields:
             name = key.removeprefix(f"{self.architecture}.")
             if name != key and key not in self._asked and name not in _WITHOUT_EFFECT:
                 raise ConfigError(f"{key}: expected none, got {self._field(key)!r}")
         try:
-            family = ARCHITECTURES[FAMILIES[self.architecture]].model_type
-            return AutoConfig.for_model(family, **settings)
+            return AutoConfig.for_model(ARCHITECTURES[self.family].model_type, **settings)
         except Exception as error:  # sizes that contradict each other: transformers' own types
             reason = " ".join(str(error).split())
             raise ConfigError(f"{self.architecture}: expected other settings: {reason}") from error
@@ -391,6 +450,31 @@ class GGUFFile:
             "residual_multiplier": number("residual_scale", 0) or 1.0,
             "logits_scaling": number("logit_scale"),
         }
+
+    def _of_experts(self) -> dict[str, Any]:
+        """Return the settings of experts, with llama.cpp's values where it has no setting."""
+        family = self._experts
+        if family is None:
+            return {}
+        counts = {"num_experts": "expert_count", "top_k": "expert_used_count"}
+        settings = {family.routing[field]: self._size(key) for field, key in counts.items()}
+        renormalizes = self.architecture != "olmoe"
+        if isinstance(name := family.routing["renormalizes"], str):
+            settings[name] = renormalizes
+        if family.intermediate_size == "intermediate_size":
+            self._expect("expert_feed_forward_length", (self._size("feed_forward_length"),))
+        else:
+            settings[family.intermediate_size] = self._size("expert_feed_forward_length")
+        self._expect("expert_gating_func", (1,))  # softmax
+        self._expect("expert_weights_norm", (renormalizes,))
+        self._expect("expert_weights_scale", (0, 1))
+        if self.architecture == "ernie4_5-moe":
+            settings |= {
+                family.routing["num_shared"]: int(self._number("expert_shared_count", 0)),
+                "moe_layer_interval": self._size("interleave_moe_layer_step", 1),
+                "moe_layer_start_index": int(self._number("leading_dense_block_count", 0)),
+            }
+        return settings
 
     def _of_gemma(self, head_dim: int, context: int) -> dict[str, Any]:
         """Return Gemma's settings, with llama.cpp's values where it has no setting."""
@@ -433,6 +517,8 @@ class GGUFFile:
         is_partial = self.architecture in ("glm4", "phi3")
         rotary_dims = range(2, head_dim + 1, 2) if is_partial else [head_dim]
         neutral = _NEUTRAL | {"attention.scale": (0, head_dim**-0.5)}
+        if self._experts is not None:
+            del neutral["expert_count"], neutral["expert_used_count"]
         if self.architecture == "granite":
             neutral = {key: value for key, value in neutral.items() if key not in _SCALES}
         if self.architecture == "gemma2":
@@ -622,22 +708,24 @@ def _reader(file: Path) -> Any:  # noqa: ANN401 - gguf's types are Any
         raise ConfigError(f"{file.name}: not a readable GGUF file: {error}") from error
 
 
-def _is_kept(module: str, kind: str) -> bool:
-    """Return whether a matrix's blocks can be kept; no kernel looks rows up in MXFP4."""
-    is_table = module == EMBED_MODULE
-    return kind in BLOCK_TYPES and (
-        module.startswith(LAYERS) or module == HEAD_MODULE or (is_table and kind != "MXFP4")
-    )
+def _expert_names(family: ExpertFamily) -> dict[str, str]:
+    """Return the names of a layer's experts; ``{}`` stands for the number of one."""
+    names = {"ffn_gate_inp": f"{family.block}.{family.router}"}
+    for name, part in _STACKS.items():
+        names[f"{name}_exps"] = f"{family.block}.experts.{{}}.{family.parts[part]}"
+        names[f"{name}_shexp"] = f"{family.block}.shared_experts.{family.parts[part]}"
+    if family.bias is not None:
+        names[_CHOICE_BIAS] = f"{family.block}.{family.bias}".removesuffix("_bias")
+    return names
 
 
-def _hugging_face_name(name: str, architecture: str) -> str:
+def _hugging_face_name(name: str, names: Mapping[str, str]) -> str:
     """Return a tensor's name in a Hugging Face checkpoint; unknown names stay as they are."""
-    names = _NAMES | _OTHER_NAMES.get(architecture, {})
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in names:
         return name
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{names[match[2]]}.{match[3]}"
+    return f"{layer}{names[match[2]]}{'_' if match[2] == _CHOICE_BIAS else '.'}{match[3]}"
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:  # noqa: ANN401 - gguf's ReaderTensor

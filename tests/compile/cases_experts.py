@@ -31,8 +31,15 @@ SHAPES = {"qwen3-30b": (2048, 768, 128, 8), "ernie-21b": (2560, 1536, 66, 8)}
 """Hidden size, width of an expert, experts and experts of a token."""
 CLAMPED = {"gpt-oss-20b": (2880, 2880, 32, 4)}
 """The same of a model with biases and a clamped activation."""
-GROUPS = {"e2m1": (1, 32), "e4m3": (128, 128)}
+GROUPS = {"e2m1": (1, 32), "e4m3": (128, 128), "q4_k": (1, 256), "q6_k": (1, 256)}
 """Rows and inputs that share a scale, by code."""
+NUMBERS = {
+    "e2m1": (pointer(torch.uint8), None, None, None, None),
+    "e4m3": (FLOAT32, None, None, None, None),
+    "q4_k": (None, None, None, INT32, None),
+    "q6_k": (None, None, None, pointer(torch.int16), INT32),
+}
+"""Scales, zeros, minima, heads and high bits, by code."""
 
 
 def cases(target: Target) -> list[AotCase]:
@@ -60,6 +67,10 @@ def cases(target: Target) -> list[AotCase]:
           for dtype in DTYPES),
         *(_products(target, "qwen3-30b", dtype, pairs, is_gated=True, code="e4m3")
           for dtype in (torch.float16, torch.bfloat16) for pairs in (8, 2048)),
+        *(_products(target, "qwen3-30b", torch.bfloat16, pairs, is_gated=False, code=code)
+          for code, pairs in (("q4_k", 2048), ("q6_k", 8), ("q6_k", 2048))),
+        *(_few_codes(target, "qwen3-30b", torch.bfloat16, 32, "q4_k", is_gated=is_gated)
+          for is_gated in (True, False) if target.capability),
         *(_added(target, shape, dtype) for shape in SHAPES for dtype in DTYPES[1:]),
         *(_combination(target, dtype, has_norm=has_norm)
           for dtype in DTYPES for has_norm in (True, False)),
@@ -148,15 +159,13 @@ def _products(
     half = experts * width * hidden if is_gated else 0
     weight = (pointer(dtype), width * hidden if is_gated else width, half)
     weight += (num_in if is_gated else experts * width,)
-    scales = None
     if code is not None:
         weight = (pointer(torch.int16), 0, 0, 0)
-        scales = pointer(torch.uint8) if code == "e2m1" else FLOAT32
     data = (FLOAT32 if leaves else pointer(dtype), pointer(dtype), num_in, *weight)
     is_clamped = name in CLAMPED
     more = (pointer(dtype), 2 * num_out, 1, 2) if is_clamped else (None,) * 4
     more += (1.702, 7.0) if is_clamped and is_gated else (None, None)
-    more += (scales, None, None, None, None)
+    more += NUMBERS[code] if code else (None,) * 5
     gate = CLAMPED_SWIGLU.value if is_clamped else 1
     common = {
         "PAIRS_PER_ROW": chosen if is_gated else 1,
@@ -206,16 +215,15 @@ def _few_codes(
     num_in, num_out = (hidden, width) if is_gated else (width, hidden)
     config = ExpertCodesConfig.default_for(pairs, experts)
     is_clamped = name in CLAMPED
-    scales = pointer(torch.uint8) if code == "e2m1" else FLOAT32
     gate = CLAMPED_SWIGLU.value if is_clamped else 1
     added = (pointer(dtype), 2 * num_out, 1, 2) if is_clamped else (None,) * 4
     added += (1.702, 7.0) if is_clamped and is_gated else (None, None)
     return AotCase(
-        name=f"few-codes-{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}",
+        name=f"few-codes-{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}-{code}",
         kernel=_few_codes_kernel,
         args=(
-            *(pointer(dtype), pointer(dtype), num_in, INT32, scales),
-            *(None, None, None, None, INT32, pairs, num_out, 100, *added),
+            *(pointer(dtype), pointer(dtype), num_in, INT32, *NUMBERS[code]),
+            *(INT32, pairs, num_out, 100, *added),
         ),
         constexprs={
             "BY_PAIR": pairs < experts,

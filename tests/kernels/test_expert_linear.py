@@ -239,7 +239,10 @@ def test_no_token(device):
 # --- codes, biases, other activations ----------------------------------------------------------
 
 
-KINDS = ("mxfp4", "e4m3_row", "e4m3_block", "e4m3_tensor", "int4", "uint4_zeros", "q8_0", "q6_k")
+KINDS = (
+    "mxfp4", "e4m3_row", "e4m3_block", "e4m3_tensor", "int4", "uint4_zeros", "q8_0", "q4_k",
+    "q6_k",
+)  # fmt: skip
 ACTIVATIONS = (None, "silu_and_mul", ClampedSwiGLU(), ClampedSwiGLU(alpha=0.7, limit=0.25))
 
 
@@ -292,7 +295,7 @@ def test_codes_and_biases_are_as_exact_as_torch(
     deterministic, as_on_gpu, seed,
 ):  # fmt: skip
     ids = routed(route, num_tokens, chosen, 5, seed).to(device)
-    num_in = (256 if has_long_rows else 160) if kind != "q6_k" else 256
+    num_in = 256 if has_long_rows or kind in ("q4_k", "q6_k") else 160
     is_gated = activation is not None
     if kind is None:
         weight = matrices(5, num_in, 128, dtype, device, seed, is_gated=is_gated)

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ ARCHITECTURE = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "smollm3": "smollm3", "granite": "granite", "seed_oss": "seed_oss",
     "glm4": "glm4", "olmo2": "olmo2", "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3",
-    "ernie4_5": "ernie4_5",
+    "ernie4_5": "ernie4_5", "qwen3_moe": "qwen3moe", "mixtral": "llama", "olmoe": "olmoe",
+    "ernie4_5_moe": "ernie4_5-moe",
 }  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5, "no_rope_layer_interval": 4},
@@ -49,12 +50,14 @@ LAYERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24,
         "query_pre_attn_scalar": 32, "final_logit_softcapping": 11.0, "tie_word_embeddings": True,
     },
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
     "gemma3_text": {
         "num_hidden_layers": 6, "sliding_window": 24, "query_pre_attn_scalar": 32,
         "layer_types": [*["sliding_attention"] * 5, "full_attention"],
     },
 }  # fmt: skip
-"""Which layers have rope, or windows, is fixed in llama.cpp; so is the scale of Gemma's scores."""
+"""Which layers have rope, or windows, is fixed in llama.cpp; so is the scale of Gemma's scores,
+and which layers of Qwen3-MoE have experts."""
 QUANTIZATIONS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """The quantizations that gguf writes for rows of 64 and 96 values, too."""
 PROMPT = [(7 * i) % 160 for i in range(90)]
@@ -72,7 +75,7 @@ def write_gguf(
 ) -> None:
     """Write ``model`` as llama.cpp does; the model gets the values that the file has.
 
-    ``quantization`` is that of all matrices, or returns that of a matrix by its name.
+    ``quantization`` is that of all matrices but routers, or returns that of one by its name.
     """
     config = model.config
     name = ARCHITECTURE[config.model_type]
@@ -103,19 +106,20 @@ def write_gguf(
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)
+    _write_experts(writer, config)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer)
     arch = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     with torch.no_grad():
-        for key, tensor in model.state_dict().items():
+        for key, tensor in _matrices(model):
             if key == "lm_head.weight" and config.tie_word_embeddings:
                 continue
-            kind = gguf.GGMLQuantizationType[
-                quantization if isinstance(quantization, str) else quantization(key)
-            ]
-            data = _stored(tensor, kind) if tensor.dim() == 2 else tensor.numpy()
-            if tensor.dim() == 2:
+            kind = quantization if isinstance(quantization, str) else quantization(key)
+            kind = gguf.GGMLQuantizationType["F32" if key.endswith("mlp.gate.weight") else kind]
+            is_matrix = tensor.dim() > 1
+            data = _stored(tensor, kind) if is_matrix else tensor.numpy()
+            if is_matrix:
                 shape = tuple(tensor.shape)
                 tensor.copy_(torch.from_numpy(gguf.dequantize(data, kind).reshape(shape).copy()))
             if name.startswith("gemma") and "norm" in key:
@@ -128,7 +132,7 @@ def write_gguf(
             writer.add_tensor(
                 names.get_name(key, try_suffixes=(".weight", ".bias")),
                 np.ascontiguousarray(data),
-                raw_dtype=kind if tensor.dim() == 2 else None,
+                raw_dtype=kind if is_matrix else None,
             )
     edit(writer)
     writer.write_header_to_file()
@@ -137,7 +141,44 @@ def write_gguf(
     writer.close()
 
 
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors and views with names that gguf knows: gates and ups of experts apart."""
+    for key, tensor in model.state_dict().items():
+        if key.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield key.replace("gate_up_proj", f"{part}_proj.weight"), half
+        elif key.endswith("experts.down_proj"):
+            yield f"{key}.weight", tensor
+        elif key.endswith("e_score_correction_bias"):
+            name = key.replace("mlp.gate.", "mlp.").replace("correction_bias", "correction.bias")
+            yield name, tensor.flatten()
+        else:
+            yield key, tensor
+
+
+def _write_experts(writer: Any, config: Any) -> None:
+    """Write what llama.cpp's conversion script does of experts."""
+    routing = {
+        "qwen3_moe": ("num_experts", "num_experts_per_tok"),
+        "mixtral": ("num_local_experts", "num_experts_per_tok"),
+        "olmoe": ("num_experts", "num_experts_per_tok"),
+        "ernie4_5_moe": ("moe_num_experts", "moe_k"),
+    }.get(config.model_type)
+    if routing is None:
+        return
+    writer.add_expert_count(getattr(config, routing[0]))
+    writer.add_expert_used_count(getattr(config, routing[1]))
+    if hasattr(config, "moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+
+
 def _stored(tensor: torch.Tensor, kind: Any) -> np.ndarray:
+    if tensor.dim() == 3:
+        return _stored(tensor.flatten(0, 1), kind).reshape(*tensor.shape[:2], -1)
     if kind.name in ("Q4_K", "Q5_K", "Q6_K"):  # which gguf does not write
         return usable_blocks((tensor.shape[0], tensor.shape[1]), kind.name)
     return gguf.quantize(tensor.numpy(), kind)
@@ -216,6 +257,9 @@ def test_every_family_equals_transformers(tmp_path, family, rope):
         ("gemma3_text", LAYERS["gemma3_text"] | {"final_logit_softcapping": 7.0}),
         ("gemma3_text", {"query_pre_attn_scalar": 32}),
         ("ernie4_5", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 16}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0, "moe_num_shared_experts": 0}),
+        ("ernie4_5_moe", {"num_hidden_layers": 4, "moe_layer_interval": 2}),
+        ("qwen3_moe", LAYERS["qwen3_moe"] | {"num_experts_per_tok": 5}),
     ],
 )
 def test_optional_settings_equal_transformers(tmp_path, family, settings):
@@ -429,7 +473,7 @@ def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda w: w.add_expert_count(8), "llama.expert_count: expected 0 or none, got 8"),
+        (lambda w: w.add_expert_count(8), "llama.expert_used_count: expected a number, got None"),
         (lambda w: w.add_sliding_window(64), "sliding_window: expected 512 or 0 or none, got 64"),
         (
             lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
@@ -497,6 +541,27 @@ def test_a_setting_that_counts_is_refused_by_name(tmp_path, key, value, message)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("expert_count", 7, r"mlp.gate.weight: expected shape \[7, 64\]"),
+        ("expert_count", 9, r"mlp.gate.weight: expected shape \[9, 64\]"),
+        ("expert_used_count", 9, "num_experts_per_tok: expected 1 to 8"),
+        ("expert_feed_forward_length", 40, r"gate_proj.weight: expected shape \[40, 64\]"),
+        ("expert_gating_func", 2, "qwen3moe.expert_gating_func: expected 1 or none, got 2"),
+        ("expert_weights_norm", False, "expert_weights_norm: expected True or none, got False"),
+        ("expert_weights_scale", 2.5, "expert_weights_scale: expected 0 or 1 or none, got 2.5"),
+        ("expert_group_count", 4, "expert_group_count: expected 0 or none, got 4"),
+        ("expert_shared_count", 1, "expert_shared_count: expected none, got 1"),
+    ],
+)
+def test_settings_of_experts_that_cannot_run_are_named(tmp_path, key, value, message):
+    path = tmp_path / "model.gguf"
+    oracle = random_model(tiny_config("qwen3_moe", **LAYERS["qwen3_moe"]))
+    write_gguf(path, oracle, edit=lambda writer: set_value(writer, key, value))
+    check_refused(path, message)
+
+
 def test_more_tokens_than_rows_are_refused(tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, random_model(tiny_config("llama")), tokenizer=TINY)
@@ -518,7 +583,7 @@ def test_another_family_is_refused(tmp_path):
     writer.close()
     message = (
         "general.architecture: expected one of llama, qwen2, qwen3, smollm3, granite, seed_oss, "
-        "glm4, olmo2, phi3, gemma2, gemma3, ernie4_5, got 'falcon'"
+        "glm4, olmo2, phi3, gemma2, gemma3, ernie4_5, qwen3moe, olmoe, ernie4_5-moe, got 'falcon'"
     )
     check_refused(tmp_path / "model.gguf", message)
 

@@ -9,7 +9,7 @@ dequantized, and an embedding in MXFP4, whose rows are not looked up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -125,6 +125,11 @@ class GGUFBlocks(Quantization):
     dequantized: tuple[tuple[str, int, int], ...] = ()
     """Types whose blocks are not kept, how many tensors have them, and how many bytes in the
     file."""
+    _by_module: dict[str, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Index modules: those of experts are tens of thousands."""
+        object.__setattr__(self, "_by_module", dict(self.kinds))
 
     @property
     def formats(self) -> tuple[GGUFFormat, ...]:
@@ -133,7 +138,7 @@ class GGUFBlocks(Quantization):
 
     def module(self, name: str) -> GGUFFormat | None:
         """Return the format of a module; None = it is dequantized."""
-        kind = dict(self.kinds).get(name)
+        kind = self._by_module.get(name)
         return None if kind is None else GGUFFormat.of(kind)
 
     def describe(self) -> str:

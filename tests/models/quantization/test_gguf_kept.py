@@ -11,6 +11,7 @@ import torch
 
 from mrv1 import LLM, ConfigError, SamplingParams
 from mrv1.config import QuantizationName, checkpoint_dir
+from mrv1.kernels import QuantizedWeight
 from mrv1.kernels.registry import select_ops
 from mrv1.models import (
     Checkpoint,
@@ -26,7 +27,7 @@ from mrv1.models.quantization import GGUFBlocks
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import expected_logits, random_model, tiny_config
 from tests.models.smollm2 import needs_smollm2
-from tests.models.test_gguf import write_gguf
+from tests.models.test_gguf import LAYERS, write_gguf
 from tests.thread_ranks import on_ranks
 
 pytest.importorskip("gguf", reason="not run: the package gguf is not installed")
@@ -74,19 +75,46 @@ def mixed(name: str) -> str:
         ("Q8_0", "glm4"),  # its gate and up are one tensor in the file
         (mixed, "qwen2"),
         ("Q4_0", "granite"),
+        ("Q8_0", "qwen3_moe"),
+        ("Q4_0", "mixtral"),
+        ("MXFP4", "olmoe"),
+        (mixed, "mixtral"),
+        ("Q4_1", "ernie4_5_moe"),  # its experts are beside shared ones: dequantized
     ],
 )
 def test_logits_equal_transformers(tmp_path, kind, family):
     """On two ranks, too, each of which has whole blocks of all inputs."""
     path, has_super_blocks = tmp_path / "model.gguf", callable(kind) or kind.endswith("_K")
-    oracle = random_model(tiny_config(family, **(SUPER if has_super_blocks else SMALL)))
+    settings = LAYERS.get(family, {}) | (SUPER if has_super_blocks else SMALL)
+    if family.endswith("_moe"):
+        settings["moe_intermediate_size"] = 64
+    oracle = random_model(tiny_config(family, **settings))
     write_gguf(path, oracle, quantization=kind)
-    expected = expected_logits(oracle.double(), PROMPT)
+    oracle = oracle.double()
+    if "moe" in family or family == "mixtral":
+        oracle.set_experts_implementation("eager")  # the grouped one has no float64
+    expected = expected_logits(oracle, PROMPT)
     found = logits_of(path)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)  # their rope is in float32
     torch.testing.assert_close(found, logits_of(path, None, "dequantize"), rtol=0, atol=1e-9)
     for of_rank in on_ranks(2, lambda parallel: logits_of(path, parallel)):
         torch.testing.assert_close(of_rank, found, rtol=0, atol=1e-9)
+
+
+def test_gates_and_ups_of_experts_of_different_types_are_dequantized(tmp_path):
+    """In that layer alone."""
+
+    def kinds(name: str) -> str:
+        return "Q8_0" if "layers.1" in name and "experts.up_proj" in name else "Q4_0"
+
+    path, oracle = tmp_path / "model.gguf", random_model(tiny_config("mixtral", **SMALL))
+    write_gguf(path, oracle, quantization=kinds)
+    oracle = oracle.double()
+    oracle.set_experts_implementation("eager")
+    expected = expected_logits(oracle, PROMPT)
+    torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=2e-5)
+    experts = [layer.experts for layer in load(path).weights.layers]
+    assert [isinstance(each.gate_up, QuantizedWeight) for each in experts] == [True, False]
 
 
 def test_greedy_tokens_equal_transformers(tmp_path):
