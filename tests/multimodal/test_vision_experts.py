@@ -228,18 +228,10 @@ def test_visual_tokens_are_found_in_a_query_that_begins_earlier(tmp_path):
     torch.testing.assert_close(got, theirs.log_softmax(-1), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("token_ids", [[IMAGE], [3, 5, 4, IMAGE], [IMAGE, 5, 4, IMAGE_START]])
-def test_a_last_token_alone_has_experts_for_images(tmp_path, monkeypatch, token_ids):
-    """Beside a decode: such a step is no step of decodes, which have experts of text alone."""
-    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
-    core = engine(tmp_path, max_num_batched_tokens=4)
-    model, steps = core.runner.model, []
-
-    def forward(batch, *args, **options):
-        steps.append((batch.num_tokens, batch.query_len, batch.is_visual is not None))
-        return DecoderModel.forward(model, batch, *args, **options)
-
-    monkeypatch.setattr(model, "forward", forward)
+def check_beside_a_decode(
+    core: EngineCore, oracle: Any, token_ids: list[int], tolerance: float
+) -> None:
+    """Compare two tokens' log-probabilities with transformers', while another request decodes."""
     other = core.add_request("other", [3, 5], SamplingParams(max_tokens=9, ignore_eos=True))
     core.step()
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=VOCAB)
@@ -252,11 +244,45 @@ def test_a_last_token_alone_has_experts_for_images(tmp_path, monkeypatch, token_
     with torch.no_grad():
         types = torch.cat([types, torch.zeros(1, 1).int()], 1)
         logits = oracle(ids, moe_mm_token_type_ids=types).logits[0, -2:]
-    got = by_token(request.output_logprobs)
-    torch.testing.assert_close(got, logits.log_softmax(-1), rtol=0, atol=1e-4)
+    got = by_token(request.output_logprobs).double()
+    torch.testing.assert_close(got, logits.log_softmax(-1), rtol=0, atol=tolerance)
+
+
+LAST_TOKENS = ([IMAGE], [3, 5, 4, IMAGE], [IMAGE, 5, 4, IMAGE_START])
+
+
+@pytest.mark.parametrize("token_ids", LAST_TOKENS)
+def test_a_last_token_alone_has_experts_for_images(tmp_path, monkeypatch, token_ids):
+    """Beside a decode: such a step is no step of decodes, which have experts of text alone."""
+    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    core = engine(tmp_path, max_num_batched_tokens=4)
+    model, steps = core.runner.model, []
+
+    def forward(batch, *args, **options):
+        steps.append((batch.num_tokens, batch.query_len, batch.is_visual is not None))
+        return DecoderModel.forward(model, batch, *args, **options)
+
+    monkeypatch.setattr(model, "forward", forward)
+    check_beside_a_decode(core, oracle, token_ids, 1e-4)
     prompts = [(2, None, True)] + [(4, None, True)] * (len(token_ids) > 1) + [(2, None, True)]
     assert [step for step in steps if step[2]] == prompts
     assert {step for step in steps if not step[2]} == {(1, 1, False), (2, 1, False)}
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_only
+def test_graphs_have_the_experts_of_each_step(tmp_path):
+    """Those of decodes text alone, those with prompts both sets."""
+    oracle, _ = checkpoint(tmp_path, "ernie4_5_vl_moe", {})
+    options = {"device": "cuda", "dtype": "float32", "max_num_batched_tokens": 4}
+    core = engine(tmp_path, **options)
+    before = core.runner.num_compilations
+    try:
+        for token_ids in LAST_TOKENS:
+            check_beside_a_decode(core, oracle, token_ids, 1e-3)
+        assert core.runner.num_compilations == before
+    finally:
+        core.runner.close()
 
 
 def test_the_encoder_of_published_files_is_left_out(tmp_path):

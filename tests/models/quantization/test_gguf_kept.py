@@ -269,11 +269,20 @@ def test_smollm2_has_the_same_loss_in_blocks():
 
 @pytest.mark.gpu
 @pytest.mark.gpu_only
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", mixed])
-def test_a_gpu_keeps_blocks_and_makes_the_same_tokens(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("Q4_1", "llama"),
+        ("Q8_0", "llama"),
+        (mixed, "llama"),
+        ("Q4_0", "olmoe"),
+        (mixed, "mixtral"),
+    ],
+)
+def test_a_gpu_keeps_blocks_and_makes_the_same_tokens(tmp_path, kind, family):
     """As many bytes of matrices as in the file, and float32 tokens of the dequantized model."""
     path, sizes = tmp_path / "model.gguf", SUPER if callable(kind) else SMALL
-    write_gguf(path, random_model(tiny_config("llama", **sizes)), quantization=kind)
+    write_gguf(path, random_model(tiny_config(family, **sizes)), quantization=kind)
     params, found = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True), {}
     for quantization in ("gguf", "dequantize"):
         with LLM(
