@@ -16,7 +16,7 @@ import torch
 
 from mrv1 import EngineConfig, HeadPolicy, ModelRunner
 from mrv1.kernels._base.peers import PeerBuffer, PeerError
-from mrv1.models import ParallelContext
+from mrv1.models import ModelConfig, ParallelContext
 from mrv1.runner.follower import Follower
 from mrv1.runner.ranks.child import make_call
 from mrv1.runner.ranks.control import RankControl
@@ -124,6 +124,7 @@ class ThreadRanks:
     def __init__(
         self,
         config: EngineConfig,
+        model_config: ModelConfig,
         head_policy: HeadPolicy | None,
         devices: Sequence[torch.device],
         *,
@@ -140,9 +141,10 @@ class ThreadRanks:
         self._started = threading.Semaphore(0)
         self.runners: dict[int, ModelRunner] = {}
         """The other ranks' runners, by rank."""
+        given = {"model_config": model_config, "head_policy": head_policy}
         self._threads = [
             threading.Thread(
-                target=partial(self._serve, rank, config, head_policy, has_processors), daemon=True
+                target=partial(self._serve, rank, config, has_processors, **given), daemon=True
             )
             for rank in range(1, size)
         ]
@@ -150,13 +152,13 @@ class ThreadRanks:
             thread.start()
 
     def _serve(
-        self, rank: int, config: EngineConfig, head_policy: HeadPolicy | None, has_processors: bool
+        self, rank: int, config: EngineConfig, has_processors: bool, **given: object
     ) -> None:
         context, calls = self._meeting.contexts[rank], self._calls[rank - 1]
         try:
             runner = self.runners[rank] = ModelRunner(
                 config,
-                head_policy=head_policy,
+                **given,
                 logits_processors=LogitsProcessors((), are_elsewhere=has_processors),
                 parallel=context,
                 memory=ThreadMemory(self._memory),

@@ -59,6 +59,7 @@ def load_model(
     load_format: LoadFormatName = "auto",
     quantization: QuantizationName | None = None,
     max_model_len: int | None = None,
+    config: ModelConfig | None = None,
 ) -> DecoderModel:
     """Return the decoder of a checkpoint, its weights on ``device`` in ``dtype``.
 
@@ -77,6 +78,8 @@ def load_model(
         load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
         quantization: as in ``EngineConfig``.
         max_model_len: most tokens of a request, as in ``ModelConfig.for_context``.
+        config: the checkpoint's configuration for this device and context, if it is known;
+            ``quantization`` and ``max_model_len`` then have no effect.
 
     Raises:
         ConfigError: the configuration is not supported, or weights are missing, surplus,
@@ -84,10 +87,10 @@ def load_model(
             ``dummy`` weights of a GGUF file.
     """
     checkpoint = Checkpoint.open(path)
-    config = ModelConfig.from_pretrained(
-        checkpoint.path, quantization=checkpoint.quantization_on(quantization, device)
-    )
-    config = config.for_context(max_model_len)
+    if config is None:
+        config = ModelConfig.from_pretrained(
+            checkpoint.path, quantization=checkpoint.quantization_on(quantization, device)
+        ).for_context(max_model_len)
     parallel = parallel or ParallelContext()
     if load_format == "dummy":
         if isinstance(checkpoint, GGUFCheckpoint):

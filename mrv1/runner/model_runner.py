@@ -20,7 +20,7 @@ from mrv1.errors import StepError
 from mrv1.forks import keep_for_ever, tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.compilations import watch_compilations
-from mrv1.models import DecoderModel, NamedTensors, ParallelContext
+from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.adapters import write_adapter
@@ -94,6 +94,7 @@ class ModelRunner(RunnerReports):
         config: EngineConfig,
         *,
         model: DecoderModel | None = None,
+        model_config: ModelConfig | None = None,
         head_policy: HeadPolicy | None = None,
         logits_processors: Sequence[LogitsProcessor] | LogitsProcessors = (),
         parallel: ParallelContext | None = None,
@@ -106,6 +107,7 @@ class ModelRunner(RunnerReports):
         Args:
             config: the runner's configuration.
             model: a model that is on the device already; None loads ``config.model``.
+            model_config: what ``read_config`` has read, together with ``config``; None reads it.
             head_policy: which tokens each KV head sees; None = that of ``config.head_policy``,
                 else the checkpoint's, else each head sees everything that its layer sees.
             logits_processors: custom processors, applied in this order in every step; of several
@@ -139,6 +141,7 @@ class ModelRunner(RunnerReports):
                 config,
                 self.device,
                 model=model,
+                model_config=model_config,
                 head_policy=head_policy,
                 processors=LogitsProcessors.of(logits_processors),
                 parallel=self._parallel,

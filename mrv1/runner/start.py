@@ -50,11 +50,28 @@ class RunnerParts:
     """Whether the model is that of the configured checkpoint, not one of the caller's."""
 
 
+def read_config(
+    config: EngineConfig, device: torch.device, *, progress: bool
+) -> tuple[EngineConfig, ModelConfig]:
+    """Return the configuration with the checkpoint's directory, and the model's; or ConfigError.
+
+    The directory is found once: that of a Hugging Face id may change between two calls.
+    """
+    checkpoint = Checkpoint.open(config.model, progress=progress)
+    quantization = checkpoint.quantization_on(config.quantization, device)
+    config = replace(config, model=str(checkpoint.path), quantization=quantization)
+    model_config = ModelConfig.from_pretrained(
+        config.model, generation_config=config.generation_config, quantization=quantization
+    )
+    return config, model_config.for_context(config.max_model_len)
+
+
 def build_parts(
     config: EngineConfig,
     device: torch.device,
     *,
     model: DecoderModel | None,
+    model_config: ModelConfig | None,
     head_policy: HeadPolicy | None,
     processors: LogitsProcessors,
     parallel: ParallelContext,
@@ -72,23 +89,14 @@ def build_parts(
     codes = FORMATS.get(config.kv_cache_dtype)
     # Fails before anything loads.
     conversion = None if codes is None else codes.conversion(device)
-    if model is None:  # once: the directory of a Hugging Face id may change between two calls
-        checkpoint = Checkpoint.open(config.model, progress=progress)
-        quantization = checkpoint.quantization_on(config.quantization, device)
-        config = replace(config, model=str(checkpoint.path), quantization=quantization)
     ops = select_ops(kernel_path(device))
     if config.debug_sync:
         ops = synced(ops, device)
     # Small files come before the weights: an error in one fails at once, not minutes later.
-    model_config = (
-        ModelConfig.from_pretrained(
-            config.model,
-            generation_config=config.generation_config,
-            quantization=config.quantization,
-        ).for_context(config.max_model_len)
-        if model is None
-        else model.whole_config
-    )
+    if model is not None:
+        model_config = model.whole_config
+    elif model_config is None:
+        config, model_config = read_config(config, device, progress=progress)
     check_codes(config.kv_cache_dtype, model_config)
     # A model that cannot be divided fails here.
     parallel.shard(model_config, deterministic=config.deterministic)
@@ -142,8 +150,7 @@ def build_parts(
             parallel=parallel,
             deterministic=config.deterministic,
             load_format=config.load_format,
-            quantization=config.quantization,
-            max_model_len=config.max_model_len,
+            config=model_config,
         )
         draft_model = None
         if head is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -35,6 +36,7 @@ from mrv1.engine.core import EngineCore
 from mrv1.kernels._base.peers import PeerError
 from mrv1.runner.ranks import links, parallel_runner, processes
 from mrv1.runner.ranks.messages import RankStart
+from mrv1.runner.start import read_config
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint
@@ -246,8 +248,8 @@ def state_of(pid: int) -> str:
 
 def rank_start(memory: int, config: object) -> RankStart:
     return RankStart(
-        rank=1, config=config, head_policy=None, has_peers=False, has_processors=False, port=0,
-        memory=memory, num_threads=1, timeout=1.0,
+        rank=1, config=config, model_config=None, head_policy=None, has_peers=False,
+        has_processors=False, port=0, memory=memory, num_threads=1, timeout=1.0,
     )  # fmt: skip
 
 
@@ -330,6 +332,25 @@ def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):
             generated(llm)
         assert time.monotonic() - start < processes.TIMEOUT_SECONDS
     assert not is_alive(pid)
+
+
+WITHOUT_TRANSFORMERS = """
+import pickle, sys
+from mrv1.runner.model_runner import ModelRunner
+from mrv1.runner.ranks import child
+config, model_config = pickle.load(sys.stdin.buffer)
+ModelRunner(config, model_config=model_config, progress=False).close()
+print("transformers" in sys.modules)
+"""
+
+
+def test_a_rank_does_not_import_transformers(checkpoint):
+    """It is given the model's configuration."""
+    config = EngineConfig(model=str(checkpoint), device="cpu", max_num_seqs=2, num_kv_blocks=16)
+    given = pickle.dumps(read_config(config, torch.device("cpu"), progress=False))
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS]
+    run = subprocess.run(command, input=given, capture_output=True, check=True)
+    assert run.stdout.split() == [b"False"]
 
 
 def test_a_rank_that_is_told_nothing_does_not_start(checkpoint, monkeypatch):

@@ -78,6 +78,7 @@ def serve(connection: Connection, start: RankStart) -> None:
     mailbox = Mailbox(memory.zeros(mailbox_words(size)))
     runner = ModelRunner(
         replace(start.config, device=str(device)),
+        model_config=start.model_config,
         head_policy=start.head_policy,
         logits_processors=LogitsProcessors((), are_elsewhere=start.has_processors),
         parallel=links.context,

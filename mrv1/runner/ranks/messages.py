@@ -9,6 +9,7 @@ from mrv1.config import EngineConfig
 from mrv1.errors import CapacityError, ConfigError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
+from mrv1.models import ModelConfig
 from mrv1.runner.model_runner import is_caused_by
 
 CALL_SECONDS = 600.0
@@ -25,6 +26,8 @@ class RankStart:
     rank: int
     config: EngineConfig
     """With the checkpoint's directory."""
+    model_config: ModelConfig
+    """Of the whole model. To read it takes transformers, which takes seconds to import."""
     head_policy: HeadPolicy | None
     has_peers: bool
     """Whether the ranks share memory of their GPUs."""

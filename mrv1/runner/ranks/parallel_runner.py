@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import torch
 
-from mrv1.config import EngineConfig, checkpoint_dir
+from mrv1.config import EngineConfig
 from mrv1.device import rank_devices
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
-from mrv1.models import DecoderModel, ModelConfig, NamedTensors
+from mrv1.models import DecoderModel, NamedTensors
 from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
@@ -30,6 +29,7 @@ from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
 from mrv1.runner.stand_in_ranks import stand_in_rank
+from mrv1.runner.start import read_config
 from mrv1.runner.step import StepPlan
 from mrv1.sampler import LogitsProcessor
 
@@ -61,15 +61,18 @@ class ParallelRunner(ModelRunner):
         if model is not None:
             raise ConfigError(f"model: expected none with tensor_parallel_size={size}, got one")
         devices = rank_devices(config.device, size)
-        config = replace(config, model=str(checkpoint_dir(config.model, progress=progress)))
+        config, model_config = read_config(config, devices[0], progress=progress)
         stand_in_rank(0, size, devices[0], has_peers=False).shard(
-            ModelConfig.from_pretrained(config.model), deterministic=config.deterministic
+            model_config, deterministic=config.deterministic
         )
-        self._ranks = Ranks(config, head_policy, devices, has_processors=bool(logits_processors))
+        self._ranks = Ranks(
+            config, model_config, head_policy, devices, has_processors=bool(logits_processors)
+        )
         self._controls = Controls(self, self._ranks, self._end)
         try:
             super().__init__(
                 config,
+                model_config=model_config,
                 head_policy=head_policy,
                 logits_processors=logits_processors,
                 parallel=self._ranks.context,

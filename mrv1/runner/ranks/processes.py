@@ -29,7 +29,7 @@ from mrv1.errors import CapacityError, ConfigError, UnsupportedDeviceError
 from mrv1.forks import tell_of_forks
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
-from mrv1.models import ParallelContext
+from mrv1.models import ModelConfig, ParallelContext
 from mrv1.runner.model_runner import is_caused_by
 from mrv1.runner.ranks.groups import open_store
 from mrv1.runner.ranks.links import Links
@@ -172,8 +172,8 @@ def _stop(members: Sequence[Member], seconds: float) -> None:
 class Ranks:
     """The processes of all ranks but this one, 0, and this one's links with them.
 
-    ``config`` has the checkpoint's directory, ``devices`` the device of each rank;
-    ``has_processors`` says whether this rank has custom logits processors.
+    ``config`` and ``model_config`` are those of ``read_config``, ``devices`` the device of each
+    rank; ``has_processors`` says whether this rank has custom logits processors.
 
     UnsupportedDeviceError: as ``reach_each_other``.
     """
@@ -181,6 +181,7 @@ class Ranks:
     def __init__(
         self,
         config: EngineConfig,
+        model_config: ModelConfig,
         head_policy: HeadPolicy | None,
         devices: Sequence[torch.device],
         *,
@@ -217,6 +218,7 @@ class Ranks:
             start = RankStart(
                 rank=rank,
                 config=config,
+                model_config=model_config,
                 head_policy=head_policy,
                 has_peers=has_peers,
                 has_processors=has_processors,
