@@ -128,13 +128,14 @@ CHECKED = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3", "int4"])
 @pytest.mark.parametrize("num_full", [4, 1, 0])
 @pytest.mark.parametrize("query_len", [1, 200])
 def test_check_accepts_the_oracle_and_finds_one_wrong_head(
     num_full: int, query_len: int, kv_dtype: KVDtype
 ):
     case = replace(CHECKED, num_full_heads=num_full, query_len=query_len, kv_dtype=kv_dtype)
+    case = replace(case, head_dim=32)
     data = make_data(case, 1, torch.device("cpu"), seed=1)
     (layer,) = data.layers
     assert math.isnan(relative_error(data, layer))  # nothing is written yet

@@ -14,7 +14,13 @@ import torch
 
 from mrv1 import LLM, ConfigError, UnsupportedDeviceError, __version__, device, environment
 from mrv1.cli import facts
-from mrv1.device import DeviceInfo, choose_fp8_path, kernel_path, resolve_device
+from mrv1.device import (
+    DeviceInfo,
+    choose_fp8_path,
+    choose_nibble_path,
+    kernel_path,
+    resolve_device,
+)
 from mrv1.environment import VARIABLES
 from mrv1.kernels.layers import quantized
 from tests.cli.conftest import Mrv1
@@ -43,7 +49,7 @@ def test_json_reports_the_installed_versions_and_the_device(mrv1: Mrv1):
     resolved = resolve_device("auto")
     assert found["device"] == str(resolved)
     assert found["path"] == facts.PATHS[kernel_path(resolved)]
-    parts = facts.used_for(kernel_path(resolved)) | facts.fp8_use(resolved)
+    parts = facts.used_for(kernel_path(resolved)) | facts.codes_use(resolved)
     parts |= facts.prefill_use(resolved) | facts.quantized_use(resolved)
     assert found["used_for"] == parts
     assert found["embedded_model"]["present"]
@@ -52,19 +58,33 @@ def test_json_reports_the_installed_versions_and_the_device(mrv1: Mrv1):
 
 
 @pytest.mark.parametrize(
-    ("capability", "said"),
+    ("capability", "is_amd", "fp8", "nibbles"),
     [
-        ((9, 0), "hardware: GPU X converts e4m3"),
-        ((8, 0), "integer arithmetic: GPU X has no e4m3 (8.9 and newer have)"),
+        (
+            (9, 0), False, "hardware: GPU X converts e4m3",
+            "hardware: GPU X multiplies subnormal fp16 exactly",
+        ),
+        (
+            (8, 0), False, "integer arithmetic: GPU X has no e4m3 (8.9 and newer have)",
+            "hardware: GPU X multiplies subnormal fp16 exactly",
+        ),
+        (
+            (9, 4), True, "integer arithmetic: GPU X: AMD's own e4m3 has another format",
+            "integer arithmetic: GPU X may flush subnormal fp16 to 0",
+        ),
     ],
-)
-def test_the_fp8_conversion_is_reported_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch, capability, said
+)  # fmt: skip
+def test_the_conversions_of_codes_are_reported_with_their_reasons(
+    monkeypatch: pytest.MonkeyPatch, capability, is_amd, fp8, nibbles
 ):
-    choice = choose_fp8_path(_gpu(capability))
-    monkeypatch.setattr(facts, "fp8_path", lambda _: choice)
-    assert facts.fp8_use(torch.device("cuda", 0)) == {"FP8 conversion": said}
-    assert facts.fp8_use(None) == {}
+    info = _gpu(capability)
+    monkeypatch.setattr(facts, "fp8_path", lambda _: choose_fp8_path(info, is_amd=is_amd))
+    monkeypatch.setattr(facts, "nibble_path", lambda _: choose_nibble_path(info, is_amd=is_amd))
+    said = {"FP8 conversion": fp8, "4-bit KV codes": nibbles}
+    assert facts.codes_use(torch.device("cuda", 0)) == said
+    assert facts.codes_use(None) == {}
+    with pytest.raises(UnsupportedDeviceError, match=r"7\.5; a 4-bit KV cache needs 8\.0"):
+        choose_nibble_path(_gpu((7, 5)))
 
 
 @pytest.mark.parametrize(

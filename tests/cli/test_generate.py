@@ -172,7 +172,7 @@ def test_cache_options_reach_the_engine(mrv1: Mrv1):
         (["--dtype", "int8"], "dtype: expected one of"),
         (
             ["--kv-cache-dtype", "e5m2"],
-            "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3'), got",
+            "kv_cache_dtype: expected one of ('auto', 'fp8_e4m3', 'int4'), got",
         ),
         (["--kv-scale", "head"], "kv_scale: expected kv_cache_dtype='fp8_e4m3' with 'head'"),
         (

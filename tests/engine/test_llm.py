@@ -630,7 +630,7 @@ def test_a_closed_engine_refuses_requests(checkpoint):
         ({"seed": "x"}, "seed: expected an integer, got 'x'"),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
-            r"kv_cache_dtype: expected one of \('auto', 'fp8_e4m3'\), got 'fp8_e5m2'",
+            r"kv_cache_dtype: expected one of \('auto', 'fp8_e4m3', 'int4'\), got 'fp8_e5m2'",
         ),
         (
             {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "block"},
