@@ -38,6 +38,8 @@ VLLM_MODES = {
     "mrv1-deterministic": "mrv1 alone, deterministic",
 }
 """The modes of ``bench vllm``, in the order of a picture's bars."""
+OUTSIDE = frozenset(("vllm", "mrv1", "mrv1-deterministic"))
+"""Those without mrv1 in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +187,17 @@ def _inside_vllm(files: Sequence[ResultFile]) -> Iterator[Chart]:
     """
     found: dict[str, dict[tuple[int, int, int], tuple[int, float]]] = {}
     modes = [*VLLM_MODES]
-    files = [file for file in files if file.result["reference"] == "vllm"]
+    files = [
+        file
+        for file in files
+        if file.result["reference"] == "vllm"
+        and any(not cell["modes"].keys() <= OUTSIDE for cell in file.result["results"])
+    ]
     for file in files:
         ratios = found.setdefault(file.result["shape"], {})
         for cell in file.result["results"]:
             for mode, figures in cell["modes"].items():
-                if mode != "vllm" and figures["speedup"] is not None:
+                if mode not in OUTSIDE and figures["speedup"] is not None:
                     key = cell["prompt_tokens"], cell["batch"], modes.index(mode)
                     runs = len(figures["samples"])
                     if runs >= ratios.get(key, (0, 0.0))[0]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from statistics import geometric_mean
 
 from benchmarks.engines.serving import arrivals
-from benchmarks.report.charts import VLLM_MODES
+from benchmarks.report.charts import OUTSIDE, VLLM_MODES
 from benchmarks.report.columns import COLUMNS, markdown
 from benchmarks.report.files import OURS, ResultFile
 from benchmarks.report.longest import Cell, longest_runs, peer
@@ -66,9 +66,16 @@ def _inside_vllm(known: Known) -> Iterator[Row]:
         names = ", ".join(f"{cell['batch']} x {cell['prompt_tokens']:,}" for cell in cells)
         for mode in file.result["modes"]:
             found = [cell["modes"].get(mode, {}).get("speedup") for cell in cells]
-            if not mode.startswith("vllm") and None not in found:
-                what = f"tokens/s in vLLM: {VLLM_MODES[mode]}"
-                yield _row(what, f"{file.result['shape']}, {names} tokens", _times(found), file)
+            if mode.startswith("vllm") or None in found:
+                continue
+            cases, what = f"{file.result['shape']}, {names} tokens", "tokens/s in vLLM: "
+            if mode in OUTSIDE:
+                what = f"tokens/s over vLLM {file.result['peers']['vllm']}: "
+            yield _row(what + VLLM_MODES[mode], cases, _times(found), file)
+            shares = [cell["modes"][mode]["share_of_floor"] for cell in cells]
+            if mode in OUTSIDE and None not in shares:
+                what = f"share of the memory floor: {VLLM_MODES[mode]}"
+                yield _row(what, cases, [f"{share:.0%}" for share in shares], file)
 
 
 def _serving(known: Known) -> Iterator[Row]:
