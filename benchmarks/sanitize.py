@@ -69,13 +69,13 @@ Op = Callable[[ModuleType, torch.device], Outputs]
 
 
 def _paged(query_lens: tuple[int, ...], device: torch.device) -> Iterator[PagedCase]:
-    """Yield a full and a streaming head group in a ring: bf16, fp8 of every granularity."""
+    """Yield a full and a streaming head group in a ring: bf16, fp8 of each granularity, 4 bits."""
     stream = HeadRole(window=48, sink=20, ring_blocks=7, group=1)
     layout = LayoutCase.head_groups(
         roles=[HeadRole(), stream] * 2, head_dim=128, max_seq_len=300, max_query_len=40
     )
     batch = RaggedBatch(query_lens=query_lens, seq_lens=(300, 49, 0))
-    for granularity in (None, "token", "quarter", "head"):
+    for granularity in (None, "token", "quarter", "head", "nibbles"):
         case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity=granularity)
         yield case.to(device)
 
@@ -111,6 +111,7 @@ def _qkv_cache_write(ops: ModuleType, device: torch.device) -> Outputs:
             _normal(case.key.shape[0], (8 + 2 * 4) * 128, device=device), k, v,
             case.slot_mapping, case.layout, num_q_heads=8, rope=Rope(cos_sin, positions),
             norm=QKNorm(weight, weight), scales=scales,
+            hadamard=64 if format_of(k.dtype, scales).mixes_keys else 0,
         )  # fmt: skip
 
 

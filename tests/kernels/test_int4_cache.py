@@ -35,6 +35,7 @@ from tests.kernels.paged_attention import (
     assert_in_budget,
     exact,
     make_queries,
+    permuted,
     run_decode,
     run_prefill,
     small_tiles,
@@ -313,6 +314,29 @@ def test_attention_sizes(device, head_dim, run):
     case = case.to(device)
     q = make_queries(case, 4)
     assert_in_budget(run(kernels, case, q), run(reference, case, q), exact(case, q), case)
+
+
+@pytest.mark.parametrize("run", [run_decode, run_prefill])
+def test_a_soft_cap_and_logit_sinks(device, run):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=64, max_seq_len=100)
+    batch = RaggedBatch(query_lens=(2, 2), seq_lens=(100, 17))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity="nibbles").to(device)
+    q, sinks = make_queries(case, 2), torch.tensor([0.5, -torch.inf, 2.0, -1.0], device=device)
+    options = {"logits_soft_cap": 5.0, "sinks": sinks}
+    got, oracle = (run(ops, case, q, **options) for ops in (kernels, reference))
+    assert_in_budget(got, oracle, exact(case, q, **options), case, logits_soft_cap=5.0)
+
+
+@pytest.mark.parametrize("run", [run_decode, run_prefill])
+def test_a_deterministic_row_has_the_same_bits_alone(device, run):
+    layout = LayoutCase.hnd(num_kv_heads=2, head_dim=64, max_seq_len=400)
+    batch = RaggedBatch(query_lens=(1, 1, 1), seq_lens=(400, 33, 150))
+    case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity="nibbles").to(device)
+    q = make_queries(case, 2)
+    whole = run(kernels, case, q, deterministic=True)
+    for row in range(3):
+        alone = run(kernels, permuted(case, [row]), q[row : row + 1], deterministic=True)
+        assert_equal(alone, whole.rows(slice(row, row + 1)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
