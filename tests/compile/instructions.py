@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from mrv1.testing.aot import AotCase, Target
+from tests.compile.cases_elementwise import cases as elementwise_cases
 from tests.compile.cases_qkv import cases as qkv_cases
 from tests.compile.cases_quantized import cases as quantized_cases
 from tests.compile.cases_sampling import group_sums
@@ -24,6 +25,9 @@ SUMS = (
 )
 """Widths of loads, and the distances of lanes that add up."""
 
+WAITS = r"(?:@%p\d+ )?ld\.volatile\.global\S*"
+"""Loads that a wait for other ranks repeats, with their conditions."""
+
 
 def cases(target: Target) -> list[AotCase]:
     if target.name == "sm_89":
@@ -33,7 +37,7 @@ def cases(target: Target) -> list[AotCase]:
     fetch = next(case for case in step_cases(target) if case.name == "fetch_upload")
     return [
         replace(fetch, pattern=LOADS),
-        *((_quantize(target), *_group_sums(target)) if target.capability else []),
+        *((_quantize(target), *_group_sums(target), _sum(target)) if target.capability else []),
     ]
 
 
@@ -42,6 +46,12 @@ def _quantize(target: Target) -> AotCase:
     name = "quantize_tokens-2880-static"
     case = next(case for case in quantized_cases(target) if case.name == name)
     return replace(case, pattern=CODES)
+
+
+def _sum(target: Target) -> AotCase:
+    name = "all_reduce_norm-bfloat16-bfloat16-4096-2ranks"
+    case = next(case for case in elementwise_cases(target) if case.name == name)
+    return replace(case, pattern=WAITS)
 
 
 def _group_sums(target: Target) -> list[AotCase]:

@@ -184,6 +184,13 @@ def test_a_group_of_a_shard_is_summed_as_one_of_whole_logits(vocab):
     assert [each for each in shard if each != "b32"] == [each for each in whole if each != "b32"]
 
 
+def test_one_thread_looks_whether_a_rank_has_failed():
+    """In the host's memory, which answers each warp that reads the same word for itself."""
+    (waits,) = (each for case, each in _instructions("sm_90").items() if "all_reduce" in case)
+    assert [each.partition(".global.")[2] for each in waits].count("b32") == 1
+    assert all(each.startswith("@") for each in waits)
+
+
 def test_sm_89_encodes_fp8_with_one_rounding():
     """Triton's own cast goes through float16 there before 3.9, and rounds twice."""
     found = _instructions("sm_89")

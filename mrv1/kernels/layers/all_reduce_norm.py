@@ -38,7 +38,6 @@ from mrv1.device import device_info
 from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
-from mrv1.kernels._base.peer_flags import POLLS
 from mrv1.kernels._base.peers import PeerBuffer
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.contracts import (
@@ -51,6 +50,13 @@ from mrv1.kernels.layers.linear_splits import sum_of_splits
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.rms_norm import RmsNormConfig
 
+POLLS = tl.constexpr(1 if INTERPRET else 2**12)
+"""Polls before a look at the abort word: milliseconds. A look has to take less time than the wait
+before it: else the rank that looks is late for the next sum, the other one looks there, and so on.
+After a failure each wait takes as long, and a long prompt has thousands of them.
+"""
+LANES = tl.constexpr(512)
+"""At least the threads of a program, each with another lane."""
 MOST_REGISTERS = 64
 """Of a thread, with which two programs of 16 warps fit a multiprocessor."""
 LIMITED: tuple[tuple[int, int] | None, ...] = ((9, 0),)
@@ -79,6 +85,17 @@ def _send(
 
 
 @triton.jit
+def _has_failed(abort_ptr):
+    """Return whether a rank has failed.
+
+    One thread reads: the word is in the host's memory, and 256 programs of 16 warps that all read
+    it would read 4,096 times over PCIe.
+    """
+    lane = tl.arange(0, LANES)
+    return tl.max(tl.load(abort_ptr + lane * 0, mask=lane == 0, other=0, volatile=True)) != 0
+
+
+@triton.jit
 def _received(ptrs, in_tile, abort_ptr, DTYPE: tl.constexpr):
     """Wait until all words of a tile have arrived, or a rank has failed; return their values."""
     words = tl.load(ptrs, mask=in_tile, other=-1, volatile=True)
@@ -89,7 +106,7 @@ def _received(ptrs, in_tile, abort_ptr, DTYPE: tl.constexpr):
         missing = tl.max((words == 0).to(tl.int32))
         polls += 1
         if polls % POLLS == 0:
-            missing = tl.where(tl.load(abort_ptr, volatile=True) != 0, 0, missing)
+            missing = tl.where(_has_failed(abort_ptr), 0, missing)
     return (~words).to(DTYPE, bitcast=True).to(tl.float32)
 
 
