@@ -267,15 +267,34 @@ class TaskPrompts:
         """Return the tokens that ask for the rest of a sample's reply."""
         return self.ids(sample.message, sample.reply_start)
 
+    def context_length(self, sample: TaskSample) -> int:
+        """Return the number of leading tokens of the prompt that are the same for any question."""
+        prompt = self.prompt(sample)
+        other = self.ids(sample.message.rpartition("\n\n")[0] + "\n\n", "")
+        return _num_equal(prompt, other)
+
+    def answer_spans(self, sample: TaskSample) -> list[range]:
+        """Return where the tokens of each answer are in the prompt and the right reply."""
+        spans, end = [], 0
+        for answer in sample.answers:
+            at = sample.reply.index(answer, end)
+            end = at + len(answer)
+            before, upto = (sample.reply_start + sample.reply[:place] for place in (at, end))
+            spans.append(
+                range(
+                    len(self.ids(sample.message, before.rstrip())),
+                    len(self.ids(sample.message, upto)),
+                )
+            )
+        return spans
+
     def recall_prompt(self, sample: TaskSample, num_tokens: int) -> RecallPrompt:
         """Return a sample of at most ``num_tokens`` whose answers are the tokens of its reply.
 
         Its last token is repeated up to ``num_tokens``, where no answer sees it.
         """
         whole = self.ids(sample.message, sample.reply_start + sample.reply)
-        prompt = self.prompt(sample)
-        pairs = enumerate(zip(prompt, whole, strict=False))
-        asked = next((at for at, (one, other) in pairs if one != other), len(prompt))
+        asked = _num_equal(self.prompt(sample), whole)
         tokens = np.array(whole + whole[-1:] * (num_tokens - len(whole)), dtype=np.int64)
         return RecallPrompt(
             tokens=tokens,
@@ -302,3 +321,9 @@ def _sentence(subject: int, verb: int, thing: int, place: int) -> str:
     """Return a sentence of the filler."""
     text = f"{SUBJECTS[subject]} {VERBS[verb]} {OBJECTS[thing]} {PLACES[place]}."
     return text[0].upper() + text[1:]
+
+
+def _num_equal(one: list[int], other: list[int]) -> int:
+    """Return the number of leading tokens in which two lists are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))

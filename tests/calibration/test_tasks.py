@@ -83,6 +83,20 @@ def test_calibration_asks_for_the_tokens_of_the_right_reply(task, seed):
     assert PROMPTS.tokenizer.decode(prompt.tokens[prompt.answers]).strip() == sample.reply.strip()
 
 
+@given(task=TASK, seed=st.integers(0, 2**32))
+def test_spans_are_the_answers_and_the_context_ends_before_the_question(task, seed):
+    sample = drawn(task, seed)
+    whole = PROMPTS.ids(sample.message, sample.reply_start + sample.reply)
+    found = [
+        PROMPTS.tokenizer.decode(whole[s.start : s.stop]) for s in PROMPTS.answer_spans(sample)
+    ]
+    assert [text.strip() for text in found] == [*sample.answers]
+    length = PROMPTS.context_length(sample)
+    text, _, question = sample.message.rpartition("\n\n")
+    assert text in PROMPTS.tokenizer.decode(whole[:length])
+    assert question in PROMPTS.tokenizer.decode(whole[length:])
+
+
 def test_prompts_take_the_tasks_in_turn():
     rng = np.random.default_rng(0)
     prompts = PROMPTS.recall_prompts(rng, 6, 600)
