@@ -183,6 +183,8 @@ def _linear_vector_kernel(
         first_residual = tl.load(residual_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         if not GATED:
             second_residual = tl.load(residual_ptr + second, mask=is_second, other=0.0)
+    if num_out == 0:  # never: keeps loads from being moved among the products, one by one
+        return
     total = tl.zeros([TILE_ROWS, TILE_IN], tl.float32)
     if norm_weight_ptr is not None:
         squares = _add_squares(total, xs, EARLY_CHUNKS)
