@@ -162,9 +162,11 @@ class DecodeAttentionConfig:
         if dtype == INT4.dtype and is_narrow and head_dim <= 128:
             # Programs of one warp have no barriers; a part of V has rows for two at most. H200,
             # 64 x 8,192 tokens, 32/8 heads of 128: 149 us; two warps with tiles of 128 keys 161,
-            # with tiles of 64 174 to 198, four warps 212 (fp8 266).
-            fewest = 4 if many else 2
-            return cls(64, num_warps=1, num_stages=2, programs_per_sm=12, min_tiles=fewest)
+            # with tiles of 64 174 to 198, four warps 212 (fp8 266). Masks of windows and of padded
+            # dimensions take registers, which twelve programs do not leave.
+            is_masked = has_window or next_power_of_2(head_dim) != head_dim
+            fewest, programs = 4 if many else 2, 8 if is_masked else 12
+            return cls(64, num_warps=1, num_stages=2, programs_per_sm=programs, min_tiles=fewest)
         if tile_rows == 2 * MIN_TILE_ROWS and head_dim <= 128 and device.capability == (9, 0):
             # H200, 12 query heads per KV head, 4,000 keys; in tiles of 32 keys before. By wgmma: 4
             # segments of 190 keys 4.6 us (4.8), 128 segments 69 (80). Codes by two warps, for
