@@ -184,6 +184,8 @@ class RequestState:
             self.num_tokens_np[request.slot] = len(request.token_ids)
             self.num_computed_tokens_np[request.slot] = request.num_computed_tokens
             self._stage_entering(request, upload)
+        for slot, adapter_slot in plan.adapter_slots.items():
+            upload.put(self._slots.first_word("adapter_slot", slot), [adapter_slot])
         held = self._epochs_np[plan.slots]
         if not np.array_equal(held, plan.epochs) or (held == FREE).any():
             raise ValueError(
@@ -219,10 +221,11 @@ class RequestState:
             if last is not None:
                 expected = f"None or the last step, {last.step_id}"
             raise ValueError(f"continues: expected {expected}, got {plan.continues}")
-        if plan.new or plan.resumed or plan.preempted or plan.finished or plan.draft_token_ids:
+        changes = (plan.new, plan.resumed, plan.preempted, plan.finished, plan.adapter_slots)
+        if any(changes) or plan.draft_token_ids:
             raise ValueError(
-                f"continues: expected None in a plan where a request enters, leaves or drafts, "
-                f"got {plan.continues}"
+                f"continues: expected None in a plan where a request enters, leaves, drafts or "
+                f"gets another adapter slot, got {plan.continues}"
             )
         slots, epochs, counts = plan.slots, plan.epochs, plan.num_scheduled_tokens
         if plan.req_ids != last.req_ids:

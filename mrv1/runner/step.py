@@ -109,6 +109,8 @@ class StepPlan:
     new_block_ids: Mapping[int, tuple[tuple[int, ...], ...]]
     """Slot -> per head group, block ids to append to its table, in order; only slots with any. A
     row needs a block for each token that it computes."""
+    adapter_slots: Mapping[int, int] = field(default_factory=dict)
+    """Slot -> the adapter slot that its request, which has entered before, uses from now on."""
     draft_token_ids: tuple[tuple[int, ...], ...] = ()
     """Per row: up to 7 tokens to verify, the last of ``num_scheduled_tokens``; () = no drafts."""
     num_device_drafts: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,24 @@ def test_a_slot_has_no_adapter_of_the_request_before(checkpoint):
     assert tokens[0][0] == run(plain, "a", {"a": -1})["a"][0][0]
     runner.close()
     plain.close()
+
+
+def test_a_request_goes_on_with_its_adapter_in_another_slot(checkpoint):
+    runner = runner_of(checkpoint, enable_lora=True, max_loras=2, max_lora_rank=4)
+    adapters = adapters_of(runner)
+    runner.model.lora.load(1, adapters[1])
+    expected = run(runner, "a", {"a": 1})["a"][0]
+    again = enter("d", 0, PROMPTS["a"], epoch=1, adapter_slot=1)
+    plan = make_plan(8, {"d": (0, 5, (0,))}, epoch=1, new=(again,), finished=(0,))
+    tokens = [*runner.execute(plan).result().token_ids[0]]
+    for slot in (0, 1):
+        runner.model.lora.load(slot, adapters[1 - slot])
+    for step in range(9, 13):
+        plan = make_plan(step, {"d": (0, 1, ())}, epoch=1)
+        moved = replace(plan, adapter_slots={0: 0} if step == 9 else {})
+        tokens += runner.execute(moved).result().token_ids[0]
+    assert tokens == expected[:5]
+    runner.close()
 
 
 def test_an_adapter_without_the_option_is_refused(checkpoint):

@@ -20,8 +20,8 @@ class WorkerAdapters:
         self._slots = AdapterSlots(config.max_loras if config.enable_lora else 0)
         self._slot_of: dict[str, int] = {}
         """Of requests with an adapter."""
-        self._lost: set[str] = set()
-        """Requests whose slot another one has."""
+        self._adapter_of_request: dict[str, LoadedAdapter] = {}
+        """Of the same requests, and of those whose slot another adapter has taken."""
 
     @property
     def ids(self) -> set[int]:
@@ -55,12 +55,15 @@ class WorkerAdapters:
         """Return the slot of a request that enters; -1 = it has no adapter.
 
         vLLM counts the adapters of the requests that it schedules in a step, ``scheduled``. Others
-        that it has not ended yet wait for their end; those of one slot lose it if another adapter
-        needs it.
+        that it has not ended yet mostly wait for their end; those of one slot lose it if another
+        adapter needs it, and get one back if they are scheduled again (``restore``).
         """
         if asked is None:
             return -1
-        adapter = self._adapter_of(asked)
+        adapter = self._adapter_of_request[req_id] = self._adapter_of(asked)
+        return self._take(req_id, adapter, scheduled)
+
+    def _take(self, req_id: str, adapter: LoadedAdapter, scheduled: Collection[str]) -> int:
         slot = self._slots.find(adapter)
         if slot is None:
             self._free_idle_slot(scheduled)
@@ -80,21 +83,24 @@ class WorkerAdapters:
                 used.add(slot)
         taken = next((slot for slot in self._slot_of.values() if slot not in used), None)
         for req_id in [each for each, slot in self._slot_of.items() if slot == taken]:
-            self.leave(req_id)
-            self._lost.add(req_id)
+            self._slots.leave(self._slot_of.pop(req_id))
 
     def leave(self, req_id: str) -> None:
         """Give back the slot of a request, if it has one."""
         self._slots.leave(self._slot_of.pop(req_id, -1))
-        self._lost.discard(req_id)
+        self._adapter_of_request.pop(req_id, None)
 
-    def check(self, scheduled: Collection[str]) -> None:
-        """Raise a ConfigError if a request is scheduled that has lost its slot."""
-        if not self._lost.isdisjoint(scheduled):
-            raise ConfigError(
-                "SchedulerOutput: expected requests with at most max_loras adapters to run, got "
-                "more; raise max_loras"
-            )
+    def restore(self, scheduled: Collection[str]) -> dict[str, int]:
+        """Return the new slots of scheduled requests whose slot another adapter had taken.
+
+        ConfigError: vLLM schedules more than ``max_loras`` adapters in a step.
+        """
+        lost = self._adapter_of_request.keys() - self._slot_of.keys()
+        return {
+            req_id: self._take(req_id, self._adapter_of_request[req_id], scheduled)
+            for req_id in scheduled
+            if req_id in lost
+        }
 
     def write_to(self, runner: ModelRunner) -> None:
         """Write adapters to the slots that the next step needs."""
@@ -105,3 +111,4 @@ class WorkerAdapters:
         """Take all slots for empty: the device has lost what they held."""
         self._slots.reset()
         self._slot_of.clear()
+        self._adapter_of_request.clear()

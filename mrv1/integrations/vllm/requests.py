@@ -113,22 +113,21 @@ class Requests:
         new_block_ids: dict[int, Tokens] = {}
         entering = [self._new(new, new_block_ids) for new in output.scheduled_new_reqs]
         resumed = self._cached(output.scheduled_cached_reqs, new_block_ids)
-        if self.adapters is not None:
-            self.adapters.check(self._counts)
+        moved = {} if self.adapters is None else self.adapters.restore(self._counts)
         counts = output.num_scheduled_tokens
         if not counts:
             return None
         last = self._last
         continues = (
             last is not None
-            and not (entering or resumed or self._finished or self._preempted)
+            and not (entering or resumed or moved or self._finished or self._preempted)
             and output.total_num_scheduled_tokens == len(counts)
             and [*counts] == last.req_ids
         )
         if last is not None and continues:
             step = self._steady(last, new_block_ids)
         else:
-            step = self._step(counts, entering, resumed, new_block_ids)
+            step = self._step(counts, entering, resumed, moved, new_block_ids)
         self._next_step_id += 1
         self._last = step if step.samples.all() else None
         return step
@@ -265,6 +264,7 @@ class Requests:
         counts: dict[str, int],
         entering: list[SlotRequest],
         resumed: list[SlotRequest],
+        moved: Mapping[str, int],
         new_block_ids: dict[int, Tokens],
     ) -> Step:
         req_ids = [*counts]
@@ -285,6 +285,11 @@ class Requests:
             epochs=self._epochs[slots],
             num_scheduled_tokens=num_scheduled_tokens,
             new_block_ids=new_block_ids,
+            adapter_slots={
+                slot: adapter_slot
+                for req_id, adapter_slot in moved.items()
+                if (slot := self._known[req_id].slot) is not None
+            },
         )
         self._finished, self._preempted = [], []
         return Step(

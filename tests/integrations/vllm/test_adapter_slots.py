@@ -33,17 +33,25 @@ def test_only_the_requests_of_one_slot_lose_it(adapters: WorkerAdapters) -> None
     entered = [adapters.enter(each, each[0], {"a1", "a2", "b1"}) for each in ("a1", "a2", "b1")]
     assert entered == [0, 0, 1]
     assert adapters.enter("c1", "c", {"a2", "c1"}) == 1  # a2 runs: a's slot is in use
-    adapters.check({"a1", "a2", "c1"})
-    with pytest.raises(ConfigError, match="raise max_loras"):
-        adapters.check({"b1"})
-    assert adapters.enter("d1", "d", {"c1", "d1"}) == 0
-    with pytest.raises(ConfigError, match="raise max_loras"):
-        adapters.check({"a1"})
-    adapters.check({"c1", "d1"})
-    adapters.leave("b1")
-    adapters.check({"b1", "c1"})  # another request of this name
+    assert adapters.restore({"a1", "a2", "c1"}) == {}
     with pytest.raises(ConfigError, match="at most max_loras adapters in a step"):
-        adapters.enter("e1", "e", {"c1", "d1", "e1"})
+        adapters.restore({"b1", "a1", "c1"})
+    adapters.leave("b1")
+    assert adapters.restore({"b1", "c1"}) == {}  # another request of this name
+    with pytest.raises(ConfigError, match="at most max_loras adapters in a step"):
+        adapters.enter("e1", "e", {"a1", "c1", "e1"})
+
+
+def test_a_request_that_is_scheduled_again_gets_a_slot_back(adapters: WorkerAdapters) -> None:
+    for each in ("a1", "a2", "b1"):
+        adapters.enter(each, each[0], {"a1", "a2", "b1"})
+    assert adapters.enter("c1", "c", {"b1", "c1"}) == 0  # neither a1 nor a2 runs
+    assert adapters.restore(["a2", "a1", "c1"]) == {"a2": 1, "a1": 1}  # b1 does not run
+    assert adapters.restore(["a2", "a1", "c1"]) == {}
+    assert adapters.restore(["b1", "c1"]) == {"b1": 1}
+    loads = dict(adapters._slots.take_loads())
+    assert {slot: each.request.lora_name for slot, each in loads.items()} == {0: "c", 1: "b"}
+    assert adapters.restore(["a1"]) == {"a1": 0}
 
 
 def test_a_pinned_adapter_keeps_its_slot(
@@ -54,4 +62,4 @@ def test_a_pinned_adapter_keeps_its_slot(
     monkeypatch.setattr(adapters._loaded, "get", lambda _: adapters._adapter_of("a"))
     adapters.pin(1)
     assert adapters.enter("c1", "c", {"c1"}) == 1
-    adapters.check({"a1"})
+    assert adapters.restore({"a1", "c1"}) == {}
