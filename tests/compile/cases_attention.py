@@ -273,7 +273,7 @@ def _prefill(
     config = config.fit_rows(group, max_query_len)
     if folds:
         config = config.with_folds(group, target.capability)
-    parks = splits or folds or (streaming and (soft_cap or sinks))
+    parks = splits or folds or (streaming and (soft_cap or sinks)) or _is_int4(fp8)
     row = group * NUM_KV_HEADS * head_dim
     int32, float32 = pointer(torch.int32), pointer(torch.float32)
     return AotCase(
@@ -327,8 +327,8 @@ def _prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         # A window's scalars are parked so that two programs fit an SM: an eighth faster.
-        # With splits, folds, or a soft cap or sinks of heads with a window, the tile's index is
-        # parked over the loop.
+        # With splits, folds, 4-bit codes, or a soft cap or sinks of heads with a window, the
+        # tile's index is parked over the loop.
         parked_bytes=64 if streaming and config.max_registers else 16 * parks,
     )
 
