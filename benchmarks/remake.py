@@ -119,6 +119,15 @@ RECIPES: dict[str, Recipe] = {
     "draft-heads": script("draft_heads", 90),
     "lora": script("lora", 40),
     "lora-engine": script("lora_engine", 90),
+    "lora-vllm": script("lora_vllm", 170, "vllm"),
+    **{
+        f"family-{shape}": bench(
+            "generate", f"--shape {shape} --batch 1 --output-tokens 128 --repeats 2", 40
+        )
+        for shape in (
+            "llama3-8b", "llama3.2-3b", "gemma2-9b", "olmo2-7b", "phi4-mini", "granite-3-8b"
+        )
+    },
     "sleep": script("sleep", 50),
     "multimodal": script("multimodal", 120),
     "kv-offload": Recipe(("benchmarks.kv_offload", "--output", OUTPUT, "--commit", COMMIT), 50),
