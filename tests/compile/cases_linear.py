@@ -312,7 +312,6 @@ def _add_splits(target: Target, num_normed: int | None) -> AotCase:
         ),
         constexprs={
             "SPLITS": 4,
-            "GATED": 0,
             "TILE_OUT": tile_out,
             "OVERLAP": target.has_dependent_launch,
         },

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from mrv1.kernels.layers.add_adapters import AddAdaptersConfig, _add_adapters_kernel
-from mrv1.kernels.layers.linear_vector import BOUND_CAPABILITY, MOST_REGISTERS
-from mrv1.kernels.layers.lora_values import ranks_at_once
+from mrv1.kernels.layers.lora_values import MOST_OF_VECTOR, ranks_at_once
 from mrv1.kernels.layers.shrink_adapters import ShrinkConfig, _shrink_adapters_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile import cases_linear
@@ -32,7 +31,7 @@ LINEAR = {
     "linear_add_splits-None": 1,
 }
 """Launches of the linear layer, by the parts of their weights."""
-PARKED_BYTES = {"sm_80": 8, "sm_90": 8, "sm_100": 16, "sm_120": 16}
+PARKED_BYTES = {"sm_80": 8, "sm_90": 8, "sm_120": 16}
 """Bytes of registers that the compiler parks: where all weights are loaded early, as in
 ``cases_linear``, with 128 registers two programs fit a multiprocessor; and up to four registers in
 a tile of float32 gates and ups."""
@@ -52,7 +51,6 @@ def cases(target: Target) -> list[AotCase]:
             for name, parts in LINEAR.items()
             if name in linear
         ),
-        _adapted(target, linear["linear_add_splits-None"], 2, "lora-linear_add_splits-gated"),
     ]
 
 
@@ -112,34 +110,22 @@ def _add(target: Target, dtype: torch.dtype, out: torch.dtype) -> AotCase:
     )
 
 
-def _adapted(target: Target, case: AotCase, parts: int, name: str | None = None) -> AotCase:
-    """Return the launch of a product with adapters; ``name`` is that of gates and ups."""
+def _adapted(target: Target, case: AotCase, parts: int) -> AotCase:
+    """Return the launch of a product with adapters."""
     dtype = case.args[0].dtype  # type: ignore[attr-defined] - that of the result
+    pointers = {
+        "shrunk_ptr": FLOAT32, "b_ptr": pointer(dtype), "slots_ptr": INT32, "ranks_ptr": INT32,
+    }  # fmt: skip
     of, args = case.constexprs, case.args
     if "linear_leaves" in case.name:  # many tokens are not split
         of = {**of, "SPLITS": 1, "PARTS": of["SPLITS"] * of["PARTS"]}
         args = (*args[:2], None, *args[3:])
     rows = of.get("TILE_ROWS", of.get("TILE_OUT", 1)) // (2 if of.get("GATED") else 1)
     tile = of.get("TILE_TOKENS", 1) * rows
-    constants, parked = _constants(parts, tile, case.num_warps), case.parked_bytes
-    first = {"shrunk_ptr": FLOAT32, "a_ptr": pointer(dtype), "scaling_ptr": FLOAT32,
-             "ranks_ptr": INT32, "slots_ptr": INT32}  # fmt: skip
+    constexprs = {**of, **pointers, **_constants(parts, tile, case.num_warps)}
     if "linear_vector" in case.name:
-        args = (FLOAT32, None, *args[2:4], None, *args[5:])
-        own = first | {"GATED": 0, "RANKS": 16 * parts, "MAX_RANK": 16}
-        if target.capability == BOUND_CAPABILITY:
-            own["maxnreg"] = MOST_REGISTERS
-    elif "linear_tile" in case.name and "SPLITS" in of:
-        args = (*args[:2], FLOAT32, None, args[4], *args[5:8], None, *args[9:])
-        tiles = -(-of["TILE_TOKENS"] * 16 * parts // of["TILE_ROWS"])
-        own = first | {"GATED": 0, "LORA_PARTS": parts, "MAX_RANK": 16, "ADAPTER_TILES": tiles}
-    else:
-        own = constants | {"shrunk_ptr": FLOAT32, "b_ptr": pointer(dtype), "slots_ptr": INT32,
-                           "ranks_ptr": INT32}  # fmt: skip
-    if name is not None:
-        own |= {"GATED": 1}
-    parked = max(parked, PARKED_BYTES.get(target.name, 0))
+        constexprs["AT_ONCE"] = min(MOST_OF_VECTOR, 16)
+    parked = max(case.parked_bytes, PARKED_BYTES.get(target.name, 0))
     return replace(
-        case, name=name or f"lora-{case.name}", args=args, constexprs={**of, **own},
-        parked_bytes=parked,
-    )  # fmt: skip
+        case, name=f"lora-{case.name}", args=args, constexprs=constexprs, parked_bytes=parked
+    )

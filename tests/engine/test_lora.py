@@ -83,22 +83,6 @@ def test_one_batch_has_every_adapter(llm, requests, expected):
     assert "room for 2 LoRA adapters of rank 16" in llm.describe()
 
 
-@pytest.mark.gpu
-@pytest.mark.gpu_only
-def test_graphs_have_every_adapter(base, requests, expected):
-    """The same batch in CUDA graphs, of one token (each prompt alone) and of all rows."""
-    names = [None, "a", "b", "c"]
-    options = OPTIONS | {"device": "cuda", "dtype": "float32", "max_num_seqs": 16}
-    with LLM(str(base), enable_lora=True, max_loras=3, **options) as llm:
-        prompts = [prompt for prompt in PROMPTS for _ in names]
-        found = tokens(llm, prompts, [name and requests[name] for _ in PROMPTS for name in names])
-        for row, output in enumerate(found):
-            assert output == expected[names[row % 4]][row // 4]
-        for name in names:
-            assert tokens(llm, PROMPTS[:1], name and requests[name]) == expected[name][:1]
-        assert llm.metrics()["num_graph_steps"] > 0
-
-
 def test_adapters_come_and_go_while_requests_run(llm, requests, expected):
     assert llm.add_lora(requests["a"])
     assert not llm.add_lora(requests["a"])

@@ -149,8 +149,7 @@ def linear(
         multiplied on a GPU from sm_89 on: codes are rounded to nearest, their products summed in
         float32, the sum is scaled and rounded before a residual is added. Adapters' products are
         as in ``shrink_adapters`` and ``add_adapters``, added to the float32 sum or the library's
-        rounded product; where one launch multiplies by the weight and by A, the sums of A are in
-        the order of the weight's. Tier B.
+        rounded product. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
@@ -168,9 +167,14 @@ def linear(
         return out
     is_vector = x.shape[0] == 1 and not deterministic
     quantized = weight if isinstance(weight, QuantizedWeight) else None
-    norms_itself = is_vector and _norms_itself(x, quantized, adapters)
+    norms_itself = is_vector and adapters is None and _norms_itself(x, quantized)
     if norm_weight is not None and not norms_itself:
         x, norm_weight = rms_norm(x, norm_weight, eps), None
+    shrunk = None
+    if adapters is not None:
+        shrunk = shrink_adapters(x, adapters, keep_splits=True)
+    if quantized is not None and quantized.order is not None:
+        x = x.index_select(1, quantized.order)
     call = LinearCall(
         x=x,
         weight=weight.codes if isinstance(weight, QuantizedWeight) else weight,
@@ -186,19 +190,15 @@ def linear(
         order=SumOrder.of(x.shape[1], leaves) if deterministic else None,
         keeps_splits=keep_splits,
         adapters=adapters,
+        shrunk=shrunk,
     )
-    if adapters is not None:
-        call = _with_shrunk(call, quantized)
-    if quantized is not None and quantized.order is not None:
-        call = replace(call, x=x.index_select(1, quantized.order))
     sums = None
     is_scaled = quantized is not None and multiplies_scaled(call, quantized)
     config_of_codes = None
     if quantized is not None and not is_scaled:
         config_of_codes = codes_config(call, quantized)
         if config_of_codes is None:
-            is_adapted = is_vector and adapters is not None
-            call = replace(call, weight=widened(quantized), sums_first=is_adapted)
+            call = replace(call, weight=widened(quantized))
     if quantized is not None and config_of_codes is not None:
         sums = multiply_codes(call, quantized, config_of_codes)
     elif quantized is not None and is_scaled:
@@ -206,7 +206,7 @@ def linear(
         if product is not out:
             out = product if is_new else out.copy_(product)
     elif is_vector:
-        sums = multiply_vector(call, _vector_config(call))
+        multiply_vector(call, _vector_config(call))
     elif (config := _register_config(call)) is not None:
         sums = multiply_in_registers(call, config)
     elif not deterministic and call.num_tokens > MOST_TOKENS and _library_can(call):
@@ -231,35 +231,11 @@ def linear(
     return out
 
 
-def _with_shrunk(call: LinearCall, quantized: QuantizedWeight | None) -> LinearCall:
-    """Return the call with its adapters' first product, or room for it.
-
-    Products of one token, and in tiles of few tokens, compute it beside their sums, to which
-    ``add_splits`` then adds what adapters add: no launch waits for another.
-    """
-    if call.adapters is None:
-        return call
-    is_own = quantized is None and call.order is None and call.num_tokens <= MOST_TOKENS
-    if not is_own or (call.num_tokens > 1 and _register_config(call) is not None):
-        return replace(call, shrunk=shrink_adapters(call.x, call.adapters, keep_splits=True))
-    splits = 1 if call.num_tokens == 1 else _tile_config(call).splits
-    shape = (call.num_tokens, call.adapters.matrices.a.shape[1], splits)
-    shrunk = call.x.new_empty(shape, dtype=torch.float32)
-    return replace(call, shrunk=shrunk, sums_first=True, multiplies_a=True)
-
-
-def _norms_itself(
-    x: torch.Tensor, weight: QuantizedWeight | None, adapters: Adapters | None
-) -> bool:
+def _norms_itself(x: torch.Tensor, weight: QuantizedWeight | None) -> bool:
     """Say whether the kernel of one token norms it."""
     if weight is None:
         return True
-    return (
-        adapters is None
-        and weight.order is None
-        and multiplies_codes(weight)
-        and x.shape[1] <= MOST_NORMED
-    )
+    return weight.order is None and multiplies_codes(weight) and x.shape[1] <= MOST_NORMED
 
 
 def _vector_config(call: LinearCall) -> VectorConfig:

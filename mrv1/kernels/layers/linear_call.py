@@ -39,10 +39,6 @@ class LinearCall:
     """Low-rank adapters of tokens."""
     shrunk: torch.Tensor | None = None
     """The adapters' first product, of ``shrink_adapters``."""
-    sums_first: bool = False
-    """Whether sums are written even of one split: ``add_splits`` adds adapters to them."""
-    multiplies_a: bool = False
-    """Whether the kernel writes ``shrunk`` too, beside the sums."""
 
     @property
     def is_gated(self) -> bool:

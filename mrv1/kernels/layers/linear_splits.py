@@ -1,8 +1,4 @@
-"""The last kernel of a split linear layer: it adds up the splits and norms the result.
-
-It also ends products whose kernel computes the first product of adapters (LoRA) beside the sums:
-it loads B of each token's adapter before that kernel has ended.
-"""
+"""The last kernel of a split linear layer: it adds up the splits and norms the result."""
 
 from __future__ import annotations
 
@@ -12,9 +8,8 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
-from mrv1.kernels.layers.lora_values import LoraPointers, load_token_columns, token_values
+from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
-from mrv1.kernels.layers.silu import gated
 
 TILE_OUT = 512
 """Results of one program without a norm; a norm needs all results of a token in one program."""
@@ -36,13 +31,12 @@ def sum_of_splits(ptr, mask, stride, COUNT: tl.constexpr):
 def _add_splits_kernel(
     out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
     normed_ptr, stride_normed_token,  # [num_tokens, num_out], unit last stride, or None
-    sums_ptr,  # [SPLITS, num_tokens, num_out] float32; with GATED 2 * num_out, gates then ups
+    sums_ptr,  # [SPLITS, num_tokens, num_out] float32
     residual_ptr, stride_residual_token,  # [num_tokens, num_out], unit last stride, or None
-    bias_ptr,  # [num_out] or [2 * num_out], or None
+    bias_ptr,  # [num_out], or None
     norm_weight_ptr,  # [num_out], or None
     eps, num_tokens, num_out,
     SPLITS: tl.constexpr,
-    GATED: tl.constexpr,  # a kind of gate, 0 = none
     TILE_OUT: tl.constexpr,  # with a norm at least num_out
     OVERLAP: tl.constexpr,  # see dependent_launch
     shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
@@ -59,44 +53,21 @@ def _add_splits_kernel(
     inside = col < num_out
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + col, mask=inside, other=0.0)
-        if GATED:
-            up_bias = tl.load(bias_ptr + num_out + col, mask=inside, other=0.0)
     if norm_weight_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + col, mask=inside, other=0.0)
+    wait_for_previous(OVERLAP)
+    split_stride = num_tokens.to(tl.int64) * num_out
+    y = sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
     if b_ptr is not None:
         lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        columns = load_token_columns(
-            lora, slot, col, 0, LORA_ROWS, LORA_PARTS, MAX_RANK, AT_ONCE, SECOND_PART, THIRD_PART
-        )
-        if GATED:
-            up_columns = load_token_columns(
-                lora, slot, LORA_ROWS // 2 + col, 0, LORA_ROWS, LORA_PARTS, MAX_RANK, AT_ONCE,
-                SECOND_PART, THIRD_PART,
-            )  # fmt: skip
-    wait_for_previous(OVERLAP)
-    row_length = 2 * num_out if GATED else num_out
-    split_stride = num_tokens.to(tl.int64) * row_length
-    sums_ptr += token * row_length + col
-    y = sum_of_splits(sums_ptr, inside, split_stride, SPLITS)
-    if GATED:
-        up = sum_of_splits(sums_ptr + num_out, inside, split_stride, SPLITS)
-    if b_ptr is not None:
-        y += token_values(
-            lora, token, slot, columns, col, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
-            SECOND_PART, THIRD_PART,
+        tokens = token + tl.arange(0, 1)[:, None]
+        added = adapter_values(
+            lora, tokens, tokens >= 0, col[None, :], LORA_ROWS, LORA_PARTS,
+            MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
         )  # fmt: skip
-        if GATED:
-            up += token_values(
-                lora, token, slot, up_columns, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS,
-                MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-            )  # fmt: skip
+        y += tl.reshape(added, [TILE_OUT])
     if bias_ptr is not None:
         y += bias.to(tl.float32)
-        if GATED:
-            up += up_bias.to(tl.float32)
-    if GATED:
-        y = gated(y, up, GATED)
     if residual_ptr is not None:
         residual_ptr += token * stride_residual_token + col
         y += tl.load(residual_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -109,22 +80,20 @@ def _add_splits_kernel(
 
 
 def empty_sums(call: LinearCall, splits: int) -> torch.Tensor | None:
-    """Return an empty buffer for the sums, as ``add_splits`` takes it; None if none is needed."""
-    if splits == 1 and not call.sums_first:
-        return None
-    num_rows = call.num_out * (2 if call.is_gated else 1)
-    return call.x.new_empty((splits, call.num_tokens, num_rows), dtype=torch.float32)
+    """Return an empty buffer for the sums, as ``add_splits`` takes it; None for one split."""
+    shape = (splits, call.num_tokens, call.num_out)
+    return call.x.new_empty(shape, dtype=torch.float32) if splits > 1 else None
 
 
 def add_splits(call: LinearCall, sums: torch.Tensor) -> None:
-    """Compute the results from ``sums``, [splits, num_tokens, rows of the weight] float32."""
+    """Compute the results from ``sums``, [splits, num_tokens, num_out] float32, contiguous."""
     has_norm = call.normed_out is not None
     tile_out = triton.next_power_of_2(call.num_out) if has_norm else TILE_OUT
     _add_splits_kernel[(call.num_tokens * triton.cdiv(call.num_out, tile_out),)](
         *with_strides(call.out, 1), *with_strides(call.normed_out, 1), sums,
         *with_strides(call.residual, 1), call.bias, call.out_norm_weight, call.eps,
         call.num_tokens, call.num_out,
-        SPLITS=sums.shape[0], GATED=call.gate, TILE_OUT=tile_out, num_warps=sum_warps(tile_out),
+        SPLITS=sums.shape[0], TILE_OUT=tile_out, num_warps=sum_warps(tile_out),
         **overlap_options(call.x.device), **call.lora_arguments(tile_out, sum_warps(tile_out)),
     )  # fmt: skip
 

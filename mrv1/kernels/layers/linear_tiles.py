@@ -327,31 +327,6 @@ def _sum_parts(
     return y
 
 
-class _LedRows(NamedTuple):
-    """Rows of A, each of the adapter of a token that is the first in its tile to have it."""
-
-    slot: tl.tensor  # [rows, 1]; -1 = the row's token is not the first, or has no adapter
-    row: tl.tensor  # [rows, 1], of A
-
-
-@triton.jit
-def _led_rows(
-    slots, slots_ptr, first_token, num_tokens, first_row, RANKS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return rows from ``first_row`` on of the A's of the tile's tokens, one after the other.
-
-    ``slots``: [1, tokens]. Each A has RANKS rows.
-    """
-    index = first_row + tl.arange(0, TILE_ROWS)[:, None]
-    leader = index // RANKS
-    is_token = (leader < TILE_TOKENS) & (first_token + leader < num_tokens)
-    slot = tl.load(slots_ptr + first_token + leader, mask=is_token, other=-1)
-    earlier = (slots == slot) & (tl.arange(0, TILE_TOKENS)[None, :] < leader)
-    is_later = tl.max(earlier.to(tl.int32), axis=1, keep_dims=True)
-    return _LedRows(tl.where(is_later == 1, -1, slot).to(tl.int64), index % RANKS)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "num_out"])
 def _linear_tile_kernel(
     out_ptr, stride_out_token,  # [num_tokens, num_out], unit last stride; may be the residual
@@ -375,14 +350,8 @@ def _linear_tile_kernel(
     LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
     LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
     THIRD_PART: tl.constexpr = 0,
-    a_ptr=None,  # [slots, LORA_PARTS * MAX_RANK, IN], then shrunk is written; None = it is read
-    scaling_ptr=None,  # [slots, LORA_PARTS] float32, with a_ptr
-    ADAPTER_TILES: tl.constexpr = 0,
 ):  # fmt: skip
-    """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights.
-
-    The first ADAPTER_TILES row tiles are those of A of the token tile's adapters.
-    """
+    """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights."""
     IS_EXACT: tl.constexpr = PART_IN % TILE_IN == 0 and SPLITS * PARTS * PART_IN == IN
     END: tl.constexpr = None if IS_EXACT else IN
     TILE_OUT: tl.constexpr = TILE_ROWS // 2 if GATED else TILE_ROWS
@@ -391,40 +360,9 @@ def _linear_tile_kernel(
     token_tile = tl.program_id(0) % num_token_tiles
     split = (tl.program_id(0) // num_token_tiles) % SPLITS
     first_token = token_tile.to(tl.int64) * TILE_TOKENS
-    row_tile = tl.program_id(0) // (num_token_tiles * SPLITS)
+    first_out = (tl.program_id(0) // (num_token_tiles * SPLITS)).to(tl.int64) * TILE_OUT
     first_in = split * (PARTS * PART_IN)
     first_end = tl.minimum(first_in + PART_IN, END) if END is not None else None
-    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
-    is_token = token < num_tokens
-    if a_ptr is not None:
-        if row_tile < ADAPTER_TILES:
-            slots = tl.load(slots_ptr + tl.trans(token), mask=tl.trans(is_token), other=-1)
-            led = _led_rows(
-                slots, slots_ptr, first_token, num_tokens, row_tile * TILE_ROWS,
-                LORA_PARTS * MAX_RANK, TILE_TOKENS, TILE_ROWS,
-            )  # fmt: skip
-            part = led.slot * LORA_PARTS + led.row // MAX_RANK
-            rank = tl.load(ranks_ptr + part, mask=led.slot >= 0, other=0)
-            is_row = led.row % MAX_RANK < rank
-            if tl.max(is_row.to(tl.int32)) == 0:
-                return
-            rows = Rows(a_ptr + (led.slot * (LORA_PARTS * MAX_RANK) + led.row) * IN, is_row)
-            weights = _load_early(rows, first_in, first_end, EARLY_STEPS, TILE_IN)
-            wait_for_previous(OVERLAP)
-            let_next_start(OVERLAP and not NEXT_AT_ONCE)
-            tokens = Rows(x_ptr + token * stride_x_token, is_token)
-            xs = _load_early(tokens, first_in, first_end, EARLY_STEPS, TILE_IN)
-            y = _sum_parts(
-                rows, tokens, _Early(weights, xs), first_in, PARTS, PART_IN, END, EARLY_STEPS,
-                TILE_IN, NUM_STAGES, CHAIN_STEPS,
-            )  # fmt: skip
-            scaling = tl.load(scaling_ptr + part, mask=is_row, other=0.0)
-            value = tl.trans(token) * (LORA_PARTS * MAX_RANK) + led.row
-            is_own = (slots == led.slot) & (slots >= 0)
-            tl.store(shrunk_ptr + value * SPLITS + split, y * scaling, mask=is_own)
-            return
-        row_tile -= ADAPTER_TILES
-    first_out = row_tile.to(tl.int64) * TILE_OUT
 
     tile_row = tl.arange(0, TILE_ROWS)[:, None]
     row = first_out + tile_row % TILE_OUT
@@ -435,6 +373,8 @@ def _linear_tile_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and not NEXT_AT_ONCE)
 
+    token = first_token + tl.arange(0, TILE_TOKENS)[:, None]
+    is_token = token < num_tokens
     tokens = Rows(x_ptr + token * stride_x_token, is_token)
     early = _Early(weights, _load_early(tokens, first_in, first_end, EARLY_STEPS, TILE_IN))
     y = _sum_parts(
@@ -477,10 +417,7 @@ def _linear_tile_kernel(
 
 
 def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
-    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them.
-
-    It writes ``call.shrunk`` too, with as many splits, if the call says so.
-    """
+    """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
     if call.order is not None:
         parts, part_in = call.order.leaves // config.splits, call.order.leaf_in
     else:
@@ -488,30 +425,18 @@ def multiply_tiles(call: LinearCall, config: TileConfig) -> torch.Tensor | None:
         parts, part_in = 1, steps * config.tile_in
     early_steps = min(config.early_steps, triton.cdiv(part_in, config.tile_in))
     sums = empty_sums(call, config.splits)
-    gate = 0 if call.sums_first else call.gate
-    num_out = call.weight.shape[0] // (2 if gate else 1)
-    row_tiles = triton.cdiv(num_out, config.tile_rows // (2 if gate else 1))
+    row_tiles = triton.cdiv(call.num_out, config.tile_rows // (2 if call.is_gated else 1))
     token_tiles = triton.cdiv(call.num_tokens, config.tile_tokens)
-    tile = config.tile_tokens * config.tile_rows // (2 if gate else 1)
-    adapted = call.lora_arguments(tile, config.num_warps)
-    if call.adapters is not None and call.multiplies_a:
-        matrices = call.adapters.matrices
-        adapted |= {
-            "b_ptr": None,
-            "a_ptr": matrices.a,
-            "scaling_ptr": matrices.scaling,
-            "ADAPTER_TILES": triton.cdiv(
-                config.tile_tokens * matrices.a.shape[1], config.tile_rows
-            ),
-        }
-        row_tiles += adapted["ADAPTER_TILES"]
     _linear_tile_kernel[(token_tiles * config.splits * row_tiles,)](
         *with_strides(call.out, 1), sums, *with_strides(call.residual, 1),
-        *with_strides(call.x, 1), call.weight, call.bias, call.num_tokens, num_out,
-        IN=call.num_in, GATED=gate, TILE_TOKENS=config.tile_tokens,
+        *with_strides(call.x, 1), call.weight, call.bias, call.num_tokens, call.num_out,
+        IN=call.num_in, GATED=call.gate, TILE_TOKENS=config.tile_tokens,
         TILE_ROWS=config.tile_rows, TILE_IN=config.tile_in, SPLITS=config.splits, PARTS=parts,
         PART_IN=part_in, EARLY_STEPS=early_steps, NUM_STAGES=config.num_stages,
         NEXT_AT_ONCE=config.next_starts_at_once, CHAIN_STEPS=config.chain_steps,
-        num_warps=config.num_warps, **overlap_options(call.x.device), **adapted,
+        num_warps=config.num_warps, **overlap_options(call.x.device),
+        **call.lora_arguments(
+            config.tile_tokens * config.tile_rows // (2 if call.is_gated else 1), config.num_warps
+        ),
     )  # fmt: skip
     return sums

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from mrv1.device import device_info
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
-from mrv1.kernels.layers.linear_splits import empty_sums
+from mrv1.kernels.layers.lora_values import (
+    MOST_OF_VECTOR,
+    LoraPointers,
+    load_columns,
+    vector_values,
+)
 from mrv1.kernels.layers.silu import gated
-
-MOST_REGISTERS = 128
-"""Of a thread with adapters, so that four programs fit a multiprocessor, as without: six more
-would leave three."""
-BOUND_CAPABILITY = (9, 0)
-"""The compute capability of this bound: nothing spills there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +112,6 @@ def _add_products(total, weights, xs, CHUNKS: tl.constexpr):
     return total
 
 
-@triton.jit
-def _is_rank(ranks_ptr, slot, row, RANKS: tl.constexpr, MAX_RANK: tl.constexpr):
-    """Return whether each row of A is one of the adapter's; a slot of -1 has none."""
-    rank_ptr = ranks_ptr + slot * (RANKS // MAX_RANK) + row // MAX_RANK
-    rank = tl.load(rank_ptr, mask=(row < RANKS) & (slot >= 0), other=0)
-    return row % MAX_RANK < rank
-
-
 @triton.jit(do_not_specialize=["num_out"])
 def _linear_vector_kernel(
     out_ptr,  # [num_out]; may be the residual
@@ -138,36 +127,25 @@ def _linear_vector_kernel(
     EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
     LATE_CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # [RANKS] float32, written: scaling * A @ x of the token's adapter; or None
-    a_ptr=None,  # [slots, RANKS, IN]
-    scaling_ptr=None, ranks_ptr=None,  # [slots, RANKS // MAX_RANK] float32 | int32
-    slots_ptr=None,  # [1] int32, -1 = no adapter
-    RANKS: tl.constexpr = 0,  # rows of A: MAX_RANK for each part of the weight
-    MAX_RANK: tl.constexpr = 0,
+    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
+    b_ptr=None, slots_ptr=None, ranks_ptr=None,
+    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
+    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
+    THIRD_PART: tl.constexpr = 0,
 ):  # fmt: skip
     """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
     A pair is a gate and its up, or two neighbours. Tiles are [TILE_ROWS, TILE_IN], x too.
-    With an adapter the first cdiv(RANKS, 2 * TILE_ROWS) programs have the rows of A.
     """
-    ADAPTER_PROGRAMS: tl.constexpr = (RANKS + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
     NUM_CHUNKS: tl.constexpr = (IN + TILE_IN - 1) // TILE_IN
     let_next_start(OVERLAP)
-    program = tl.program_id(0)
-    if a_ptr is not None:
-        program = tl.where(program < ADAPTER_PROGRAMS, program, program - ADAPTER_PROGRAMS)
-    pair = program.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
+    pair = tl.program_id(0).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     if GATED:
         first, second = pair, pair + num_out
         is_first, is_second = pair < num_out, pair < num_out
     else:
         first, second = 2 * pair, 2 * pair + 1
         is_first, is_second = first < num_out, second < num_out
-    if a_ptr is not None and tl.program_id(0) < ADAPTER_PROGRAMS:
-        slot = tl.load(slots_ptr).to(tl.int64)
-        weight_ptr = a_ptr + slot * (RANKS * IN)
-        is_first = _is_rank(ranks_ptr, slot, first, RANKS, MAX_RANK)
-        is_second = _is_rank(ranks_ptr, slot, second, RANKS, MAX_RANK)
     first_rows = Rows(weight_ptr + first * IN, is_first)
     second_rows = Rows(weight_ptr + second * IN, is_second)
     every = tl.zeros([TILE_ROWS, 1], tl.int32)
@@ -180,6 +158,23 @@ def _linear_vector_kernel(
     if bias_ptr is not None:
         first_bias = tl.load(bias_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + second, mask=is_second, other=0.0).to(tl.float32)
+    if b_ptr is not None:
+        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+        first_columns = load_columns(
+            lora,
+            first,
+            is_first,
+            LORA_ROWS,
+            LORA_PARTS,
+            MAX_RANK,
+            AT_ONCE,
+            SECOND_PART,
+            THIRD_PART,
+        )
+        second_columns = load_columns(
+            lora, second, is_second, LORA_ROWS, LORA_PARTS, MAX_RANK, AT_ONCE, SECOND_PART,
+            THIRD_PART,
+        )  # fmt: skip
     wait_for_previous(OVERLAP)
 
     vector = Rows(x_ptr + every, always)
@@ -212,11 +207,15 @@ def _linear_vector_kernel(
 
     y = tl.sum(first_y, axis=1, keep_dims=True)
     second_y = tl.sum(second_y, axis=1, keep_dims=True)
-    if a_ptr is not None and tl.program_id(0) < ADAPTER_PROGRAMS:
-        out_ptr = shrunk_ptr
-        scaling_ptr += tl.load(slots_ptr).to(tl.int64) * (RANKS // MAX_RANK)
-        y *= tl.load(scaling_ptr + first // MAX_RANK, mask=is_first, other=0.0)
-        second_y *= tl.load(scaling_ptr + second // MAX_RANK, mask=is_second, other=0.0)
+    if b_ptr is not None:
+        y += vector_values(
+            lora, first_columns, first, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+            SECOND_PART, THIRD_PART,
+        )  # fmt: skip
+        second_y += vector_values(
+            lora, second_columns, second, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
+            SECOND_PART, THIRD_PART,
+        )  # fmt: skip
     if bias_ptr is not None:
         y += first_bias
         second_y += second_bias
@@ -232,38 +231,17 @@ def _linear_vector_kernel(
         tl.store(out_ptr + second, second_y.to(dtype), mask=is_second)
 
 
-def multiply_vector(call: LinearCall, config: VectorConfig) -> torch.Tensor | None:
-    """Compute ``call.out`` for one token, or its sums, and ``call.shrunk`` if the call says so.
-
-    Returns:
-        The sums, as ``add_splits`` takes them; None = the result is there.
-    """
-    num_rows, sums = call.weight.shape[0], empty_sums(call, 1)
-    num_programs = triton.cdiv(num_rows, 2 * config.tile_rows)
-    adapted: dict[str, Any] = {}
-    if call.adapters is not None and call.multiplies_a:
-        matrices = call.adapters.matrices
-        adapted = {
-            "shrunk_ptr": call.shrunk,
-            "a_ptr": matrices.a,
-            "scaling_ptr": matrices.scaling,
-            "ranks_ptr": matrices.ranks,
-            "slots_ptr": call.adapters.slots,
-            "RANKS": matrices.a.shape[1],
-            "MAX_RANK": matrices.max_rank,
-        }
-        if device_info(call.x.device).capability == BOUND_CAPABILITY:
-            adapted["maxnreg"] = MOST_REGISTERS
-        num_programs += triton.cdiv(matrices.a.shape[1], 2 * config.tile_rows)
-    is_whole = sums is None
-    _linear_vector_kernel[(num_programs,)](
-        call.out if is_whole else sums, call.residual if is_whole else None, call.x, call.weight,
-        call.bias if is_whole else None, call.norm_weight, call.eps,
-        call.num_out if is_whole else num_rows,
-        IN=call.num_in, GATED=call.gate if is_whole else 0, TILE_ROWS=config.tile_rows,
-        TILE_IN=config.tile_in,
+def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
+    """Compute ``call.out`` for one token."""
+    num_rows = call.weight.shape[0]
+    lora = call.lora_arguments(config.tile_rows, config.num_warps)
+    if lora:
+        lora["AT_ONCE"] = min(MOST_OF_VECTOR, triton.next_power_of_2(lora["MAX_RANK"]))
+    _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
+        call.out, call.residual, call.x, call.weight,
+        call.bias, call.norm_weight, call.eps, call.num_out,
+        IN=call.num_in, GATED=call.gate, TILE_ROWS=config.tile_rows, TILE_IN=config.tile_in,
         EARLY_CHUNKS=min(config.early_chunks, triton.cdiv(call.num_in, config.tile_in)),
         LATE_CHUNKS=config.late_chunks, num_warps=config.num_warps,
-        **overlap_options(call.x.device), **adapted,
+        **overlap_options(call.x.device), **lora,
     )  # fmt: skip
-    return sums

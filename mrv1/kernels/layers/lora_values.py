@@ -12,6 +12,8 @@ from mrv1.kernels.layers.lora import Adapters
 
 MOST_AT_ONCE = 8
 """Most ranks whose loads start before a program waits for any of them."""
+MOST_OF_VECTOR = 32
+"""Most ranks that the kernel of one token loads at once, one for each lane of a warp."""
 VALUES_AT_ONCE = 32
 """Most values of B that a thread loads before it waits, if it has one result at least: with twice
 as many, ptxas spills registers of the largest tiles of ``linear`` (sm_90, triton 3.7.1)."""
@@ -114,75 +116,64 @@ def adapter_values(
     return added
 
 
-@triton.jit
-def _rank_of(lora, slot, part, PARTS: tl.constexpr):
-    return tl.load(lora.ranks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
+class Columns(NamedTuple):
+    """B of the one token's adapter at [rows, 1] rows."""
+
+    first: tl.tensor  # [rows, RANKS], the first ranks
+    rank: tl.tensor  # [rows, 1] of the row's part, 0 = no adapter
+    slot: tl.tensor
 
 
 @triton.jit
-def load_token_columns(
-    lora, slot, row, first, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+def _load_ranks(lora, slot, rank, row, first, ROWS, MAX_RANK: tl.constexpr, RANKS: tl.constexpr):
+    index = first + tl.arange(0, RANKS)[None, :]
+    b_ptr = lora.b_ptr + (slot * MAX_RANK + index) * ROWS + row
+    return tl.load(b_ptr, mask=index < rank, other=0.0)
+
+
+@triton.jit
+def _vector_part(
+    lora, b, rank, first_value, first, SPLITS: tl.constexpr, RANKS: tl.constexpr
+):  # fmt: skip
+    index = first + tl.arange(0, RANKS)[None, :]
+    ptr = tl.expand_dims(lora.shrunk_ptr + (first_value + index) * SPLITS, 2)
+    splits = tl.load(
+        ptr + tl.arange(0, SPLITS)[None, None, :], mask=tl.expand_dims(index < rank, 2), other=0.0
+    )
+    return tl.sum(sum_of_parts(splits, SPLITS) * b.to(tl.float32), axis=1, keep_dims=True)
+
+
+@triton.jit
+def load_columns(
+    lora, row, is_row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
     RANKS: tl.constexpr, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
 ):  # fmt: skip
-    """Return B of a token's adapter at ``row``, [rows]: a tuple of RANKS ranks from ``first``."""
-    rank = _rank_of(lora, slot, 0, PARTS)
-    if PARTS > 1:  # of scalars: with a mask from loaded ranks, values would be loaded one by one
-        rank = tl.where(row >= SECOND_PART, _rank_of(lora, slot, 1, PARTS), rank)
-    if PARTS > 2:
-        rank = tl.where(row >= THIRD_PART, _rank_of(lora, slot, 2, PARTS), rank)
-    b_ptr = lora.b_ptr + slot * (MAX_RANK * ROWS) + row
-    columns = ()
-    for index in tl.static_range(RANKS):
-        is_rank = (first + index < rank) & (row < ROWS)
-        column = tl.load(b_ptr + (first + index) * ROWS, mask=is_rank, other=0.0)
-        columns += (column,)  # type: ignore[assignment]
-    return columns
+    """Return B of the adapter of a step's one token, at ``row``, [rows, 1]: RANKS ranks of it.
 
-
-@triton.jit
-def _add_ranks(
-    values, lora, first_value, columns, first, rank, SPLITS: tl.constexpr, RANKS: tl.constexpr
-):  # fmt: skip
-    index = tl.arange(0, RANKS)
-    ptr = lora.shrunk_ptr + (first_value + first + index)[None, :, None] * SPLITS
-    is_rank = (first + index < rank)[None, :, None]
-    splits = tl.load(ptr + tl.arange(0, SPLITS)[None, None, :], mask=is_rank, other=0.0)
-    shrunks = tl.reshape(sum_of_parts(splits, SPLITS), [RANKS])
-    for each in tl.static_range(RANKS):
-        shrunk = tl.sum(tl.where(index == each, shrunks, 0.0))  # one value, for all threads
-        values = tl.fma(
-            shrunk + tl.zeros(values.shape, tl.float32), columns[each].to(tl.float32), values
-        )
-    return values
-
-
-@triton.jit
-def token_values(
-    lora, token, slot, columns, row, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
-):  # fmt: skip
-    """Return what a token's adapter adds at ``row``, [rows]: the bits of ``adapter_values``."""
+    Each lane of a warp loads another rank: a row has few ranks, and a warp has few rows.
+    """
+    slot = tl.load(lora.slots_ptr).to(tl.int64)
     part = part_of(row, SECOND_PART, THIRD_PART)
-    added = tl.zeros(row.shape, tl.float32)
-    for each in range(tl.min(part), tl.max(part) + 1):  # mostly one
-        rank = _rank_of(lora, slot, each, PARTS)
-        first_value = (token * PARTS + each) * MAX_RANK
-        values = tl.zeros(row.shape, tl.float32)
-        values = _add_ranks(values, lora, first_value, columns, 0, rank, SPLITS, RANKS)
-        if MAX_RANK <= 2 * RANKS:
-            for first in tl.static_range(RANKS, MAX_RANK, RANKS):
-                later = load_token_columns(
-                    lora, slot, row, first, ROWS, PARTS, MAX_RANK, RANKS, SECOND_PART, THIRD_PART
-                )
-                values = _add_ranks(values, lora, first_value, later, first, rank, SPLITS, RANKS)
-        else:
-            for first in range(RANKS, rank, RANKS):
-                later = load_token_columns(
-                    lora, slot, row, first, ROWS, PARTS, MAX_RANK, RANKS, SECOND_PART, THIRD_PART
-                )
-                values = _add_ranks(values, lora, first_value, later, first, rank, SPLITS, RANKS)
-        added = tl.where(part == each, values, added)
+    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=(slot >= 0) & is_row, other=0)
+    first = _load_ranks(lora, slot, rank, row, 0, ROWS, MAX_RANK, RANKS)
+    return Columns(first, rank, slot)
+
+
+@triton.jit
+def vector_values(
+    lora, columns, row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, SECOND_PART: tl.constexpr,
+    THIRD_PART: tl.constexpr,
+):  # fmt: skip
+    """Return what the adapter of a step's one token adds at ``row``, as ``load_columns`` got it.
+
+    RANKS ranks are summed as a tree.
+    """
+    first_value = part_of(row, SECOND_PART, THIRD_PART) * MAX_RANK
+    added = _vector_part(lora, columns.first, columns.rank, first_value, 0, SPLITS, RANKS)
+    for first in range(RANKS, MAX_RANK, RANKS):
+        b = _load_ranks(lora, columns.slot, columns.rank, row, first, ROWS, MAX_RANK, RANKS)
+        added += _vector_part(lora, b, columns.rank, first_value, first, SPLITS, RANKS)
     return added
 
 
