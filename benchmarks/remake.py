@@ -376,6 +376,7 @@ BY_HAND = {
     "before-after": "two commits in turns",
     "grammars": "no GPU: python -m benchmarks.grammars",
     "rank-draws": "several GPUs: python -m benchmarks.rank_draws",
+    "recall-tasks": "SmolLM2: python -m benchmarks.recall_tasks",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
     "serving": "python -m benchmarks.serving_rows writes several files",
     "tiny_model": "training",

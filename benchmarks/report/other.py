@@ -26,6 +26,7 @@ ABOUT = {
     "qwen3-30b-fp8-engines": "whole engines with e4m3 weights in blocks of 128 x 128",
     "grammars": "keywords of JSON schemas and times of two grammar engines",
     "smollm2": "SmolLM2's log-probabilities against float32 transformers, by dtype and cache",
+    "recall-tasks": "calibration of SmolLM2, and its text loss by share of the KV cache",
     "sanitize": "compute-sanitizer's findings, op by op",
     "tiny_model": "how the embedded model was trained",
 }

@@ -177,3 +177,11 @@ def test_a_ranking_serves_every_budget(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             policy_source(text)
+
+
+def test_the_ranking_of_smollm2_ships():
+    ranking = HeadRanking.load("smollm2")
+    assert len(ranking.order) == 30 * 3
+    policy = policy_source("ranking=smollm2,budget=0.25,context=4096").policy
+    assert policy == ranking.policy_of_cache(0.25, 4096)
+    assert set(policy.groups) == {FULL, Visible(128, 16)}
