@@ -479,6 +479,7 @@ def atomics_name_their_order(file: File) -> Iterator[str]:
 LAUNCHES_BY_ROWS = {
     "kernels.layers.linear_tiles": "one order of additions for any tiles, see its docstring",
     "kernels.layers.linear_codes": "a deterministic call widens the weight",
+    "kernels.layers.linear_code_tiles": "a deterministic call widens the weight",
     "kernels.layers.linear_registers": "a deterministic call has another configuration",
     "kernels.cache.quarter_write": "a maximum and codes, equal for any tiles",
     "kernels.sampling.edit_logits": "each logit by itself",

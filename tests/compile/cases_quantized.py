@@ -15,7 +15,7 @@ from mrv1.kernels.layers.linear_scaled import (
     _quantize_tokens_kernel,
     tokens_config,
 )
-from mrv1.kernels.layers.quantized import E4M3_CAPABILITY
+from mrv1.kernels.layers.quantized import E4M3_CAPABILITY, TILES_CAPABILITY
 from mrv1.testing.aot import AotCase, Target, pointer
 
 
@@ -74,6 +74,16 @@ SHAPES = (
 """Inputs, outputs and what is fused of an 8B layer's products."""
 
 
+BF16, FP16 = torch.bfloat16, torch.float16
+TILES = (
+    ("int4", BF16, 64, 1), ("int4", BF16, 64, 4), ("int4", BF16, 128, 2), ("int4", BF16, 256, 1),
+    ("e4m3_row", BF16, 256, 1), ("e4m3_block", BF16, 256, 1), ("int8", BF16, 128, 2),
+    ("int8_zeros", FP16, 128, 1), ("uint4_zeros", FP16, 256, 1), ("q8_0", BF16, 128, 1),
+    ("q4_0", BF16, 128, 2), ("mxfp4", BF16, 256, 1),
+)  # fmt: skip
+"""Kinds, dtypes, tokens of a tile and splits, of tiles that widen codes."""
+
+
 def cases(target: Target) -> list[AotCase]:
     dtypes = (torch.bfloat16, torch.float16)
     widening = [_widen(kind, dtype) for dtype in dtypes for kind in KINDS]
@@ -96,8 +106,37 @@ def cases(target: Target) -> list[AotCase]:
             for inputs_per_scale, is_static in ((0, False), (0, True), (BLOCK, False))
             if target.capability >= E4M3_CAPABILITY
         ),
+        *(_code_tiles(*case) for case in TILES if target.capability == TILES_CAPABILITY),
         *widening,
     ]
+
+
+def _code_tiles(name: str, dtype: torch.dtype, tile_tokens: int, splits: int) -> AotCase:
+    """Return a case of tiles that widen codes, which only sm_90 has."""
+    from mrv1.kernels.layers import linear_code_tiles as tiles
+
+    (kind,) = (kind for kind in KINDS if kind.name == name)
+    words = tiles.STEP_IN.value // (2 * kind.per_element)
+    x = torch.empty(256, 1024, dtype=dtype)
+    codes = torch.empty(512, 8 * words, dtype=torch.int32)
+    return AotCase(
+        name=f"code_tiles-{name}-{dtype}-{tile_tokens}-{splits}",
+        kernel=tiles._code_tiles_kernel,
+        args=(
+            *(pointer(torch.float32 if splits > 1 else dtype), 512, pointer(dtype)),
+            *(pointer(kind.scales or dtype), pointer(torch.uint8) if kind.added else None),
+            *tiles.describe(x, codes, tile_tokens, words),
+            *(256, 512, 8, 2, 2, 4, 8 // splits, splits, 8),
+        ),
+        constexprs={
+            "CODE": kind.code,
+            "GROUP": kind.group,
+            "ROWS_PER_SCALE": 128 if name == "e4m3_block" else 1,
+            "STAGES": tiles.CodeTiles.of(tile_tokens, splits, words=words).stages,
+            "OVERLAP": True,
+        },
+        num_warps=4,
+    )
 
 
 def _quantize_tokens(

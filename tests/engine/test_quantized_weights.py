@@ -175,7 +175,7 @@ def test_the_banner_says_whether_tokens_are_quantized(
         return describe_products(config, quantization, gpu.device, dtype)
 
     more = "; more than 32 tokens are quantized to e4m3 too"
-    stored = "read as stored for up to 64 tokens, widened for more"
+    stored = "read as stored; blocks with minima or super-blocks widened for more than 64 tokens"
     assert said(torch.bfloat16) == stored + ("" if method == "int4" else more)
     assert said(torch.float16) == stored
     assert said(torch.float32) == "widened for each product by a kernel"

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (  # isort: skip
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # isort: skip
@@ -94,5 +95,6 @@ __all__ = [
     "thread_barrier",
     "wait_for_previous",
     "warpgroup_mma",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -11,8 +11,9 @@ weights. Where launches overlap (``dependent_launch``) a program starts to load 
 waits for the previous kernel.
 
 A quantized weight is multiplied by ``linear_codes`` if there are few tokens. With many, tokens are
-quantized too if the checkpoint says so (``linear_scaled``); else it is widened first
-(``dequantize``) and then a matrix like any other.
+quantized too if the checkpoint says so (``linear_scaled``); else tiles widen their codes
+(``linear_code_tiles``, on Hopper), or the weight is widened first (``dequantize``) and then a
+matrix like any other.
 
 ``linear_vector`` computes one token, ``linear_registers`` up to 64 tokens if a GPU's registers
 hold the weights, the vendor's library most other calls with more than MOST_TOKENS tokens (norms
@@ -61,6 +62,10 @@ MOST_TOKENS = 32
 """Most tokens for which tiles are used although the library could multiply. On an H200 in bfloat16
 the four products of a Qwen3-0.6B layer, with norms, activation and residuals, take 24 us in tiles
 at 32 tokens (27.6 by the library) and 31 us at 64 tokens (28.5 by the library)."""
+MOST_LANE_TOKENS = 16
+"""Most tokens that are multiplied by codes as lanes load them, where warp groups widen tiles: the
+four products of an 8B layer take 63 us with int4 codes at 16 tokens on an H200, and as tiles 77;
+at 33 tokens 179 us, and as tiles 97."""
 WARP_GROUP_CAPABILITY = (9, 0)
 """The compute capability of ``linear_groups``."""
 MOST_REGISTER_TOKENS = 64
@@ -141,15 +146,15 @@ def linear(
         rounded result. Where the vendor's library multiplies (from 33 tokens on, unless
         deterministic), the two inputs of an activation are rounded to the dtype, and a product may
         be rounded to it before a bias or a residual is added: where it splits the inputs, it may
-        sum the splits in the dtype. Of a quantized weight up to 64 16-bit tokens are multiplied by
-        codes: scales of groups of at least 64 bytes of codes multiply sums, and the norm of one
-        token multiplies by its weight, rounds, and scales the result; other scales multiply
-        weights, which are rounded once, as are those of more tokens and of deterministic calls.
-        Inputs are quantized, as ``weight.activations`` says, if more than 32 bfloat16 tokens are
-        multiplied on a GPU from sm_89 on: codes are rounded to nearest, their products summed in
-        float32, the sum is scaled and rounded before a residual is added. Adapters' products are
-        as in ``shrink_adapters`` and ``add_adapters``, added to the float32 sum or the library's
-        rounded product. Tier B.
+        sum the splits in the dtype. Of a quantized weight up to 64 16-bit tokens (on sm_90 up to
+        16: tiles round as the library does) are multiplied by codes: scales of groups of at least
+        64 bytes of codes multiply sums, and the norm of one token multiplies by its weight,
+        rounds, and scales the result; other scales multiply weights, which are rounded once, as
+        are those of more tokens and of deterministic calls. Inputs are quantized, as
+        ``weight.activations`` says, if more than 32 bfloat16 tokens are multiplied on a GPU from
+        sm_89 on: codes are rounded to nearest, their products summed in float32, the sum is scaled
+        and rounded before a residual is added. Adapters' products are as in ``shrink_adapters``
+        and ``add_adapters``, added to the float32 sum or the library's rounded product. Tier B.
     Stream: current stream, no synchronisation, CUDA-graph safe.
     """
     check_leaves(leaves, deterministic=deterministic)
@@ -193,17 +198,12 @@ def linear(
         shrunk=shrunk,
     )
     sums = None
-    is_scaled = quantized is not None and multiplies_scaled(call, quantized)
-    config_of_codes = None
-    if quantized is not None and not is_scaled:
-        config_of_codes = codes_config(call, quantized)
-        if config_of_codes is None:
-            call = replace(call, weight=widened(quantized))
-    if quantized is not None and config_of_codes is not None:
-        sums = multiply_codes(call, quantized, config_of_codes)
-    elif quantized is not None and is_scaled:
-        product = _finish(call, multiply_scaled(call, quantized))
-        if product is not out:
+    found = None if quantized is None else _multiply_quantized(call, quantized)
+    if quantized is not None and found is None:
+        call = replace(call, weight=widened(quantized))
+    if found is not None:
+        product, sums = found
+        if product is not None and (product := _finish(call, product)) is not out:
             out = product if is_new else out.copy_(product)
     elif is_vector:
         multiply_vector(call, _vector_config(call))
@@ -229,6 +229,36 @@ def linear(
     elif normed_out is not None and out_norm_weight is not None:
         rms_norm(out, out_norm_weight, eps, out=normed_out)
     return out
+
+
+def _multiply_quantized(
+    call: LinearCall, weight: QuantizedWeight
+) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+    """Return the product with its bias, or the sums of splits; None = the weight must be widened.
+
+    Neither of them if the results are in ``call.out``.
+    """
+    if multiplies_scaled(call, weight):
+        return multiply_scaled(call, weight), None
+    if _may_take_code_tiles(call):
+        # Imported here: Gluon needs a compiler, which the interpreter's process has not.
+        from mrv1.kernels.layers.linear_code_tiles import (
+            multiplies_code_tiles,
+            multiply_code_tiles,
+        )
+
+        if multiplies_code_tiles(call, weight):
+            return multiply_code_tiles(call, weight)
+    if (config := codes_config(call, weight)) is not None:
+        return None, multiply_codes(call, weight, config)
+    return None
+
+
+def _may_take_code_tiles(call: LinearCall) -> bool:
+    """Say whether warp groups widen the codes of tiles, if they can, for this call."""
+    if INTERPRET or call.num_tokens <= MOST_LANE_TOKENS:
+        return False
+    return device_info(call.x.device).capability == WARP_GROUP_CAPABILITY
 
 
 def _norms_itself(x: torch.Tensor, weight: QuantizedWeight | None) -> bool:

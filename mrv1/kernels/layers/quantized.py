@@ -33,9 +33,9 @@ Activations = Literal["token", "tensor", "group"]
 128 inputs of a token."""
 
 MOST_TOKENS = 64
-"""Most tokens that are multiplied by codes as they are stored. The four products of an 8B layer
-take 183 us with e4m3 codes and 201 us with int4 at 64 tokens on an H100; widened first, 432 and
-405 us at 256."""
+"""Most tokens that are multiplied by codes as they are stored, but for tiles of codes. The four
+products of an 8B layer take 183 us with e4m3 codes and 201 us with int4 at 64 tokens on an H100;
+widened first, 432 and 405 us at 256."""
 MOST_PLAIN_TOKENS = 32
 """Most tokens that are not quantized. On an H100 the four products of an 8B layer take 115 us at
 32 tokens as they are, 183 us at 64; quantized, 133 us at 64, where bfloat16 takes 168 us."""
@@ -45,6 +45,8 @@ BLOCKS_CAPABILITY = (9, 0)
 """The one for which the library has products of blocks."""
 BLOCKS_CUDA = (12, 9)
 """The first version of CUDA whose library has them."""
+TILES_CAPABILITY = (9, 0)
+"""The one on which tiles of many tokens widen codes."""
 SUPER_BLOCK = 256
 """Inputs of a super-block: they share one head."""
 
@@ -278,6 +280,8 @@ def quantized_path(
         return "read as stored for any number of tokens"
     if as_values or torch.version.hip is not None:
         return "widened for each product by a kernel"
+    if device_info(device).capability == TILES_CAPABILITY:
+        return "read as stored; blocks with minima or super-blocks widened for more than 64 tokens"
     return f"read as stored for up to {MOST_TOKENS} tokens, widened for more"
 
 
