@@ -195,6 +195,10 @@ RECIPES: dict[str, Recipe] = {
     # kernels
     "attention-decode": bench("attention", "--repeats 15", 90),
     "attention-decode-fp8": bench("attention", "--kv-dtype fp8_e4m3 --repeats 20", 100),
+    "attention-decode-int4": bench(
+        "attention",
+        "--kv-dtype int4 --cells 64x8192,32x8192,8x8192,256x1024 --repeats 20 --peers ''", 60,
+    ),
     "attention-decode-fp8-256": bench(
         "attention",
         "--kv-dtype fp8_e4m3 --head-dim 256 --cells 256x512,32x4096,8x8192 --peers ''", 25,
