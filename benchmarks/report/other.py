@@ -19,7 +19,6 @@ ABOUT = {
     "steps was compensated",
     "lora": "products of an 8B layer with adapters beside those without",
     "lora-engine": "an 8B engine's steps with adapters beside those of one made without",
-    "lora-vllm": "vLLM's steps with adapters beside those of an engine made without",
     "draft-heads": "an EAGLE-3 head beside plain decoding, with a trained head's acceptance",
     "load-time": "seconds until weights are on the device, in full precision and as int4 codes",
     "llama3-8b-fp8-engines": "whole engines with e4m3 weights, and vLLM in full precision",
