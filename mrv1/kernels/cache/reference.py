@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from mrv1.kernels._base.checks import mrope_axes
@@ -176,11 +178,12 @@ def qkv_cache_write(
 
 def mix_channels(x: torch.Tensor, block: int) -> torch.Tensor:
     """Return ``x`` times an orthogonal Hadamard matrix in blocks of its last axis."""
-    mixed = wide(x).unflatten(-1, (-1, block))
+    mixed: torch.Tensor = wide(x).unflatten(-1, (-1, block))
     for _ in range(block.bit_length() - 1):  # sums and differences of neighbours, apart
         even, odd = mixed[..., ::2], mixed[..., 1::2]
         mixed = torch.cat([even + odd, even - odd], dim=-1)
-    return (mixed * block**-0.5).flatten(-2).to(x.dtype)
+    mixed = mixed / math.sqrt(block)
+    return mixed.flatten(-2).to(x.dtype)
 
 
 def gather_kv(

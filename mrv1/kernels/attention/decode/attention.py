@@ -380,11 +380,13 @@ def _attend_item(
             for part in tl.static_range(PARTS):
                 part_acc = accs[part] * part_factor(part, CODEC) - zeros[None, :]
                 scaled += (part_acc,)  # type: ignore[assignment]
-            first, second = tl.join(scaled[0], scaled[1]), tl.join(scaled[2], scaled[3])
+            first = tl.join(scaled[0], scaled[1])  # type: ignore[misc]
+            second = tl.join(scaled[2], scaled[3])  # type: ignore[misc]
             # [word, the first code's dimension or the second's, row]
             both = tl.permute(tl.join(first, second), (0, 3, 2, 1))
         else:
-            both = tl.permute(tl.join(accs[0], accs[1]), (0, 2, 1))  # [word, its dims, row]
+            both = tl.join(accs[0], accs[1])  # type: ignore[misc]
+            both = tl.permute(both, (0, 2, 1))  # [word, its dims, row]
         acc = tl.reshape(both, [TILE_DIM, TILE_ROWS]) * v_unit
     return acc, top, total
 
