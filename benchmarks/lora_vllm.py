@@ -10,6 +10,8 @@ have random values for every linear module of every layer. Needs vLLM.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import sys
 import tempfile
@@ -20,15 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.engines.checkpoint import write_config
 from benchmarks.lora_engine import PROMPT_TOKENS, VARIANTS
 from benchmarks.measure.child import run_in_child
 from benchmarks.measure.options import parse_script, script_parser, write_result
 from benchmarks.measure.shapes import shape_config
-from benchmarks.peers.vllm_lora import AdaptedJob, AdaptedRun, measure_adapted, write_adapters
+from benchmarks.peers.vllm_lora import AdaptedJob, AdaptedRun, measure_adapted
 from mrv1.device import resolve_device
 from mrv1.models import ModelConfig
+from mrv1.models.lora.stored import PLACES
+from mrv1.models.weights import part_rows
 from mrv1.provenance import version_of
 
 
@@ -46,6 +52,40 @@ def prompts_of(config: ModelConfig, batch: int, run: int) -> list[list[int]]:
         config.vocab_size, size=(batch, PROMPT_TOKENS)
     ).tolist()
     return prompts
+
+
+def write_adapters(
+    folder: Path, config: ModelConfig, rank: int, count: int, dtype: torch.dtype
+) -> None:
+    """Write ``count`` adapters of all linear modules, ``1``, ``2`` and so on, as PEFT does.
+
+    All have the values of one file, which is linked: each is a slot of its own all the same.
+    """
+    tensors = {}
+    for layer in range(config.num_layers):
+        sizes = part_rows(config, layer)
+        for module, (field, part) in PLACES.items():
+            rows, num_in = sizes[field]
+            name = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(rank, num_in, dtype=dtype)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(rows[part], rank, dtype=dtype)
+    for tensor in tensors.values():
+        tensor.mul_(tensor.shape[1] ** -0.5)
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": [module.rpartition(".")[2] for module in PLACES],
+        "bias": "none",
+    }
+    for number in range(1, count + 1):
+        own = folder / str(number)
+        own.mkdir()
+        (own / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        if number == 1:
+            save_file(tensors, own / "adapter_model.safetensors")
+        else:
+            os.link(folder / "1" / "adapter_model.safetensors", own / "adapter_model.safetensors")
 
 
 def jobs(options: argparse.Namespace, folder: Path, *, on_cpu: bool) -> dict[str, AdaptedJob]:

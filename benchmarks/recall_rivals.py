@@ -75,10 +75,10 @@ def ours(
     }
 
 
-def rivals(options: Any, folder: Path) -> list[dict[str, Any]]:  # noqa: ANN401
+def rivals(options: Any, folder: Path, device: torch.device) -> list[dict[str, Any]]:  # noqa: ANN401
     """Return the lines of the peer, which runs in kvpress's environment."""
     command = [sys.executable, str(PEER), str(folder), "--press", *options.press]
-    command += ["--share", *map(str, options.shares)]
+    command += ["--share", *map(str, options.shares), "--device", str(device)]
     paths = [str(options.kvpress), *([str(options.stub)] if options.stub else [])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "DUO_TEXT": str(CORPUS_PATH)}
     env.pop("TRITON_INTERPRET", None)
@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
             folder / "model"
         )
         tokenizer.save_pretrained(folder / "model")
-        lines += rivals(options, folder)
+        lines += rivals(options, folder, device)
     write(options, device, lines)
     ranking = HeadRanking.load(options.ranking)  # late: it may be made at the same time
     policies = {share: ranking.policy_of_cache(share, options.length) for share in options.shares}

@@ -157,7 +157,7 @@ MAY_IMPORT = {
     "engine": ENGINE,
     "calibration": OPS | {"models", "headwise", "calibration"},
     "integrations": ENGINE | {"integrations"},
-    "__init__": ENGINE | {"integrations"},
+    "__init__": ENGINE | {"calibration", "integrations"},
     "provenance": {"device", "__init__"},
     "cli": APP | {"cli"},
     "__main__": {"cli"},

@@ -77,11 +77,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--press", nargs="+", choices=[*PRESSES, "none"], required=True)
     parser.add_argument("--share", type=float, nargs="+", default=[0.5, 0.25, 0.125])
+    parser.add_argument("--device", required=True)
     options = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device = torch.device(options.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(
-        options.folder / "model", dtype=dtype, attn_implementation="sdpa"
+        options.folder / "model",
+        dtype=dtype,
+        attn_implementation="sdpa",
+        trust_remote_code=False,
     ).to(device)
     model.eval()
     samples = json.loads((options.folder / "samples.json").read_text())

@@ -12,8 +12,9 @@ import torch
 
 from benchmarks import lora_vllm
 from benchmarks.engines.checkpoint import write_checkpoint
+from benchmarks.lora_vllm import write_adapters
 from benchmarks.measure.shapes import shape_config
-from benchmarks.peers.vllm_lora import AdaptedJob, write_adapters
+from benchmarks.peers.vllm_lora import AdaptedJob
 from mrv1.models import Checkpoint
 from mrv1.models.lora import read_adapter
 
