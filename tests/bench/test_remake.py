@@ -33,7 +33,7 @@ RUNS = {
 
 
 NUMBERS_OF_SAMPLES = {"repeats", "rounds"}
-UNUSED = {"kv_scale": None}
+UNUSED = {"kv_scale": None, "vllm_graph_sizes": "vLLM's default"}
 """What a file has where an option does not matter: without an fp8 cache there are no scales."""
 
 

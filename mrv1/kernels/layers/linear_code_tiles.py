@@ -16,6 +16,9 @@ product with a scale of the inputs' dtype is rounded once in that dtype too. Sca
 multiply results.
 """
 
+# mypy: disable-error-code="no-redef"
+# A constant of a kernel is annotated in every branch.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -254,7 +257,7 @@ def _numbers(ptr, rows, place, GROUPS, GROUP: gl.constexpr):
             number = number.to(gl.int32, bitcast=True)
         else:
             number = number.to(gl.int16, bitcast=True).to(gl.int32)
-        found += (number,)
+        found += (number,)  # type: ignore[assignment]
     return found
 
 
@@ -374,7 +377,7 @@ def _consume(
                         zeros = _numbers(zeros_ptr, rows, place, GROUPS, GROUP)
                 first = _values(mine, own, own_zeros, 0, CODE, DTYPE, KIND, L, A)
                 if step == 1:
-                    y, _ = warpgroup_mma_wait(0, deps=(y, second))  # noqa: F821 - of step 0
+                    y, _ = warpgroup_mma_wait(0, deps=(y, second))  # type: ignore[has-type]  # noqa: F821 - of step 0
                     mbarrier.arrive(free.index((at - 1) % STAGES), count=1)
                 x = xs.index(2 * stage)
                 y = warpgroup_mma(first, x.permute((1, 0)), y, is_async=True)
@@ -546,7 +549,7 @@ def multiply_code_tiles(
 
 def step_words(weight: QuantizedWeight) -> int:
     """Return the words, of 32 bits, of a row's step."""
-    return STEP_IN.value // (4 * CODES[weight.code].per_byte)
+    return int(STEP_IN.value // (4 * CODES[weight.code].per_byte))
 
 
 def describe(
