@@ -131,17 +131,17 @@ def raw_config(config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
 
 
 def _raw_rope(config: ModelConfig) -> dict[str, object]:
-    """Return the settings of a default rope, or of yarn's."""
+    """Return the settings of a rope: a default one, Llama 3's or yarn's."""
     rope = config.rope
     raw: dict[str, object] = {"rope_type": rope.rope_type, "rope_theta": rope.theta}
     if rope.rotary_dim < config.head_dim:
         raw["partial_rotary_factor"] = rope.rotary_dim / config.head_dim
-    if rope.rope_type == "yarn":
-        names = (
-            "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"
-        )  # fmt: skip
-        raw |= {name: getattr(rope, name) for name in names}
-    return raw
+    scaling = ("factor", "original_max_position_embeddings")
+    names = {
+        "llama3": (*scaling, "low_freq_factor", "high_freq_factor"),
+        "yarn": (*scaling, "beta_fast", "beta_slow", "truncate"),
+    }
+    return raw | {name: getattr(rope, name) for name in names.get(rope.rope_type, ())}
 
 
 def _raw_windows(config: ModelConfig) -> dict[str, object]:

@@ -473,7 +473,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     [
         ({"mode": "both"}, "mode: expected decode or prefill, got 'both'"),
         ({"dtype": "int8"}, "dtype: expected one of float32, float16, bfloat16, got 'int8'"),
-        ({"kv_dtype": "fp8"}, "kv_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        ({"kv_dtype": "fp8"}, "kv_dtype: expected one of auto, fp8_e4m3, int4, got 'fp8'"),
         (
             {"mode": "prefill", "deterministic": True},
             "deterministic: expected mode decode, got prefill",

@@ -14,7 +14,8 @@ from tests.cli.conftest import Mrv1
 
 SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--output-tokens", "4", "--repeats", "1")
 SHAPE_NAMES = (
-    "qwen3-0.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, gpt-oss-20b, granite-3-8b, "
+    "qwen3-0.6b, llama3-8b, llama3.2-1b, llama3.2-3b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, "
+    "gpt-oss-20b, granite-3-8b, "
     "gemma2-9b, olmo2-7b, phi4-mini, tiny-random, tiny-experts"
 )
 

@@ -132,7 +132,8 @@ def test_the_config_json_of_a_shape_says_what_the_shape_is(tmp_path: Path, name:
 
 
 def test_unknown_shape_is_refused():
-    names = r"qwen3-0\.6b, llama3-8b, llama3-70b, qwen3-30b-a3b, ernie-21b-a3b, gpt-oss-20b, "
+    names = r"qwen3-0\.6b, llama3-8b, llama3\.2-1b, llama3\.2-3b, llama3-70b, "
+    names += "qwen3-30b-a3b, ernie-21b-a3b, gpt-oss-20b, "
     names += "granite-3-8b, gemma2-9b, olmo2-7b, phi4-mini, tiny-random, tiny-experts"
     with pytest.raises(ConfigError, match=rf"shape: expected one of {names}, got"):
         shape_config("llama")

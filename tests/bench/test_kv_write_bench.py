@@ -336,7 +336,7 @@ def test_a_peer_that_writes_wrong_values_fails_alone(
         ({"tokens": (2, 0)}, r"tokens: expected different counts >= 1, got \[2, 0\]"),
         ({"tokens": (2, 2)}, r"tokens: expected different counts >= 1, got \[2, 2\]"),
         ({"dtype": "int8"}, "dtype: expected one of float32, float16, bfloat16, got 'int8'"),
-        ({"kv_dtype": "fp8"}, "kv_dtype: expected one of auto, fp8_e4m3, got 'fp8'"),
+        ({"kv_dtype": "fp8"}, "kv_dtype: expected one of auto, fp8_e4m3, int4, got 'fp8'"),
         ({"block_size": 24}, r"block_size: expected one of \(16, 32, 64, 128\), got 24"),
         ({"repeats": 0}, "repeats: expected >= 1, got 0"),
     ],
