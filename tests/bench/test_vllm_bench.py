@@ -156,7 +156,11 @@ class FakeEngine:
         self.running: dict[str, tuple[Any, list[int]]] = {}
 
     def add_request(
-        self, name: str, prompt: dict[str, list[int]], params: SimpleNamespace
+        self,
+        name: str,
+        prompt: dict[str, list[int]],
+        params: SimpleNamespace,
+        lora_request: object = None,
     ) -> None:
         given = params.temperature, params.ignore_eos, params.detokenize, params.output_kind
         assert given == (0, True, False, 1)

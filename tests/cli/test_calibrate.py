@@ -109,7 +109,7 @@ def test_calibration_on_synthetic_words_finds_the_recall_head(mrv1: Mrv1, tmp_pa
         (("--num-facts", "99"), "num_tokens: expected room for 99 facts"),
         (("--data", "none.txt"), "data: cannot read 'none.txt'"),
         (("--model", "none"), "model: expected a checkpoint directory"),
-        (("--kv-cache-dtype", "int4"), "kv_cache_dtype: expected"),
+        (("--kv-cache-dtype", "int8"), "kv_cache_dtype: expected"),
         (("--dtype", "int4"), "dtype: expected"),
         (("--output", "none/policy.json"), "--output: expected an existing directory, got none"),
         (("--output", "policy.png"), "--output: expected a file other than a .png"),
