@@ -210,10 +210,7 @@ def _decode(
         # Parked over the loop, so that one more program fits an SM; 16 rows of codes load one of
         # these values again, two of 920 instructions of the loop.
         parked_bytes=32 if fp8 is not NO_FP8 and rows > 8 else 16,
-        # Exact products of several parts take the registers of a second program.
-        programs_per_sm=0
-        if target.name != "sm_90" or (fp8 is not NO_FP8 and dtype == torch.float32)
-        else config.programs_per_sm,
+        programs_per_sm=config.programs_per_sm if target.name == "sm_90" else 0,
     )
 
 

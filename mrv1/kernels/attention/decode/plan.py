@@ -124,8 +124,10 @@ class DecodeAttentionConfig:
         # Without the bound, some group sizes take a few registers more, and one program fewer runs
         # at the same time: the plan's one wave becomes two (H200, 8 x 131072, full and streaming
         # heads: 396 us instead of 262). With it, nothing spills in a loop on sm_90 and sm_100; the
-        # shared memory of sm_120 holds two programs, whatever their registers.
-        is_bound = dtype != torch.float32 and (9, 0) <= (device.capability or (0, 0)) < (12, 0)
+        # shared memory of sm_120 holds two programs, whatever their registers. Exact products of
+        # 4-bit codes would spill on sm_100.
+        end = (10, 0) if dtype == torch.float32 else (12, 0)
+        is_bound = (9, 0) <= (device.capability or (0, 0)) < end
         most = config.max_registers or config.register_share
         return replace(config, max_registers=most) if is_bound else config
 
