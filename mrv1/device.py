@@ -200,14 +200,7 @@ def choose_fp8_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
     """Return how a GPU converts e4m3; UnsupportedDeviceError: it is older than sm_80."""
     if is_amd:
         return Conversion(path="integer", reason=f"{info.name}: AMD's own e4m3 has another format")
-    capability = info.capability or (0, 0)
-    if capability < MIN_CAPABILITY:
-        raise UnsupportedDeviceError(
-            f"{info.name} has compute capability {capability[0]}.{capability[1]}; an fp8 KV cache "
-            "needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a cache "
-            "without scales)"
-        )
-    if capability < (8, 9):
+    if _check_ampere(info, "an fp8 KV cache") < (8, 9):
         return Conversion(path="integer", reason=f"{info.name} has no e4m3 (8.9 and newer have)")
     return Conversion(path="hardware", reason=f"{info.name} converts e4m3")
 
@@ -223,14 +216,20 @@ def choose_nibble_path(info: DeviceInfo, *, is_amd: bool = False) -> Conversion:
     """Return how a GPU converts 4-bit codes; UnsupportedDeviceError: it is older than sm_80."""
     if is_amd:
         return Conversion(path="integer", reason=f"{info.name} may flush subnormal fp16 to 0")
+    _check_ampere(info, "a 4-bit KV cache")
+    return Conversion(path="hardware", reason=f"{info.name} multiplies subnormal fp16 exactly")
+
+
+def _check_ampere(info: DeviceInfo, cache: str) -> tuple[int, int]:
+    """Return a GPU's compute capability; UnsupportedDeviceError: it is older than sm_80."""
     capability = info.capability or (0, 0)
     if capability < MIN_CAPABILITY:
         raise UnsupportedDeviceError(
-            f"{info.name} has compute capability {capability[0]}.{capability[1]}; a 4-bit KV "
-            "cache needs 8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a "
-            "cache without scales)"
+            f"{info.name} has compute capability {capability[0]}.{capability[1]}; {cache} needs "
+            "8.0 (Ampere) or newer: choose such a GPU, or kv_cache_dtype='auto' (a cache without "
+            "scales)"
         )
-    return Conversion(path="hardware", reason=f"{info.name} multiplies subnormal fp16 exactly")
+    return capability
 
 
 def has_dependent_launch(device: torch.device) -> bool:

@@ -140,12 +140,12 @@ class PrefixCache:
         if not self.is_enabled or request.lacks_prompt_logprobs:
             return [[] for _ in self._pools]
         is_new = not request.block_digests and not request.key_spans
-        tokens = request.token_ids()
         if is_new:
-            request.block_digests += self.recent.start(tokens, request.cache_key)
+            known = self.recent.start(request.token_ids(), request.cache_key)
+            request.block_digests += known
         self._extend_digests(request, request.num_tokens)
         if is_new:
-            self.recent.keep(tokens, request.cache_key, request.block_digests)
+            self.recent.keep(request.token_ids(), request.cache_key, request.block_digests)
         block_size = self._pools.block_size
         num_blocks = (request.num_tokens - 1) // block_size
 

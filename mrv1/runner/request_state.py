@@ -398,6 +398,8 @@ class RequestState:
 
     def visual_rows(self, plan: StepPlan, num_before: Int32Array) -> npt.NDArray[np.bool_] | None:
         """Return which rows may have tokens with experts for images; None = no row has any."""
+        if not self._visual_ids:
+            return None
         rows: npt.NDArray[np.bool_] = num_before < self._visual_end_np[plan.slots]
         return rows if rows.any() else None
 

@@ -15,12 +15,8 @@ from __future__ import annotations
 
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 
-POLLS = tl.constexpr(1 if INTERPRET else 2**16)
-"""Polls between two looks at the word for failures, which a GPU reads from the host's memory.
-
-Tens of milliseconds: a look of all programs of a launch takes more than one. A rank that looked
-after a shorter wait would come late itself, the other would look in its next wait, and so on.
-"""
+_LOOK = tl.constexpr(1 if INTERPRET else 4096)
+"""Polls between two looks at the word for failures, which a GPU reads from the host's memory."""
 
 
 @triton.jit
@@ -52,7 +48,7 @@ def meet_peers(flag_ptrs, call, abort_ptr, RANK: tl.constexpr):
         seen = tl.atomic_add(own_ptr, peer * 0, mask=is_peer, sem="acquire", scope="sys")
         num_missing = tl.sum((is_peer & (seen - value < 0)).to(tl.int32), axis=0)
         num_polls += 1
-        if (num_missing != 0) & (num_polls % POLLS == 0):
+        if (num_missing != 0) & (num_polls % _LOOK == 0):
             has_failed = tl.load(abort_ptr, volatile=True)
     tl.debug_barrier()  # what the polling threads have acquired, all threads read from here on
     return has_failed == 0

@@ -53,7 +53,7 @@ from mrv1.kernels.layers.linear_splits import add_splits
 from mrv1.kernels.layers.linear_tiles import TileConfig, multiply_tiles
 from mrv1.kernels.layers.linear_vector import VectorConfig, multiply_vector
 from mrv1.kernels.layers.lora import Adapters
-from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.kernels.layers.quantized import TILES_CAPABILITY, QuantizedWeight
 from mrv1.kernels.layers.rms_norm import rms_norm
 from mrv1.kernels.layers.shrink_adapters import shrink_adapters
 from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
@@ -258,7 +258,7 @@ def _may_take_code_tiles(call: LinearCall) -> bool:
     """Say whether warp groups widen the codes of tiles, if they can, for this call."""
     if INTERPRET or call.num_tokens <= MOST_LANE_TOKENS:
         return False
-    return device_info(call.x.device).capability == WARP_GROUP_CAPABILITY
+    return device_info(call.x.device).capability == TILES_CAPABILITY
 
 
 def _norms_itself(x: torch.Tensor, weight: QuantizedWeight | None) -> bool:
