@@ -143,16 +143,21 @@ def summary(batch: int, samples: dict[str, list[Sample]]) -> list[dict[str, Any]
     ]
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parser = script_parser(__doc__, repeats=3)
+def adapter_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a script's options, of an engine's requests with adapters."""
+    parser = script_parser(description, repeats=3)
     parser.add_argument("--shape", default="llama3-8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", default="1,32")
     parser.add_argument("--adapters", type=int, default=32)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--output-tokens", type=int, default=128)
-    return parse_script(parser, arguments)
+    return parser
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    return parse_script(adapter_parser(__doc__), arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

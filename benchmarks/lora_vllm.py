@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.engines.checkpoint import write_config
-from benchmarks.lora_engine import PROMPT_TOKENS, VARIANTS
+from benchmarks.lora_engine import PROMPT_TOKENS, VARIANTS, adapter_parser
 from benchmarks.measure.child import run_in_child
-from benchmarks.measure.options import parse_script, script_parser, write_result
+from benchmarks.measure.options import parse_script, write_result
 from benchmarks.measure.shapes import shape_config
 from benchmarks.peers.vllm_lora import AdaptedJob, AdaptedRun, measure_adapted
 from mrv1.device import resolve_device
@@ -194,13 +194,7 @@ def summary(
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = script_parser(__doc__, repeats=3)
-    parser.add_argument("--shape", default="llama3-8b")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batches", default="1,32")
-    parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser = adapter_parser(__doc__)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4)
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=4_000_000_000)
     return parse_script(parser, arguments)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure.options import parse_script, script_parser, write_result
-from benchmarks.recall_tasks import LEAST_SCORE, interval, samples_of, say
+from benchmarks.recall_tasks import LEAST_SCORE, interval, means, samples_of, say
 from benchmarks.smollm2_logits import reference_model
 from mrv1 import HeadPolicy, HeadRanking
 from mrv1.calibration import PolicyModel, TaskPrompts
@@ -133,9 +133,7 @@ def write(options: Any, device: torch.device, lines: list[dict[str, Any]]) -> No
         scores = {task: np.array(each) for task, each in line["scores"].items()}
         entry = {name: value for name, value in line.items() if name != "scores"}
         entry["tasks"] = {task: interval(each[None]) for task, each in scores.items()}
-        if counted:
-            mine, whole = (np.stack([s[task] for task in counted]) for s in (scores, full))
-            entry["mean"], entry["of_full"] = interval(mine), interval(mine, whole)
+        entry |= means(scores, full, counted)
         say(json.dumps(entry))
         results.append(entry)
     write_result(

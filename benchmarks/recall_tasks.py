@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,16 @@ def interval(scores: Scores, of: Scores | None = None) -> list[float]:
         mean = mean / max(of.mean(), 1e-9)
     low, high = np.quantile(drawn, [0.025, 0.975])
     return [round(float(each), 4) for each in (mean, low, high)]
+
+
+def means(
+    scores: Mapping[str, Scores], full: Mapping[str, Scores], counted: Sequence[str]
+) -> dict[str, list[float]]:
+    """Return the intervals of the mean over tasks that count, and of its share of ``full``'s."""
+    if not counted:
+        return {}
+    ours, whole = (np.stack([each[task] for task in counted]) for each in (scores, full))
+    return {"mean": interval(ours), "of_full": interval(ours, whole)}
 
 
 def ranked(options: Any) -> tuple[HeadRanking, dict[str, Any]]:  # noqa: ANN401
@@ -261,9 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "tasks": {task: interval(each[None]) for task, each in scores.items()},
                 "counted": counted,
             }
-            if counted:
-                ours, whole = (np.stack([s[task] for task in counted]) for s in (scores, full))
-                entry["mean"], entry["of_full"] = interval(ours), interval(ours, whole)
+            entry |= means(scores, full, counted)
             say(json.dumps(entry))
             entry["scores"] = {
                 task: [round(each, 3) for each in of_task.tolist()]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from mrv1.kernels import DecodePlan, HeadRole, PrefillSplits
+from mrv1.kernels import DecodePlan, HeadRole, KVScales, PrefillSplits
 from mrv1.kernels._base.checks import FLOAT_DTYPES
 from mrv1.kernels.attention.decode.plan import DecodeAttentionConfig
 from mrv1.kernels.attention.prefill import choice as prefill_choice
@@ -152,6 +152,16 @@ def run_prefill(ops: ModuleType, case: PagedCase, q: torch.Tensor, **changes) ->
     returned = ops.paged_prefill_attention(q, case.k_cache, case.v_cache, **arguments)
     assert returned is arguments["out"]
     return Result(out, lse)
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, which NaN does not keep from being equal."""
+    return x.contiguous().view(torch.uint8)
+
+
+def clone_of(scales: KVScales) -> KVScales:
+    """Return a copy of a cache's scales."""
+    return replace(scales, k_scale=scales.k_scale.clone(), v_scale=scales.v_scale.clone())
 
 
 def exact(case: PagedCase, q: torch.Tensor, **logits) -> Result:

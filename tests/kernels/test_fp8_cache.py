@@ -27,6 +27,8 @@ from mrv1.testing.strategies import (
 from tests.kernels.paged_attention import (
     assert_equal,
     assert_in_budget,
+    bytes_of,
+    clone_of,
     exact,
     make_queries,
     run_decode,
@@ -61,14 +63,6 @@ def path(request, device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageFormat, "codec", lambda self, _: self.tag(path))
         yield FP8.tag(path)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def _clone(scales: KVScales) -> KVScales:
-    return replace(scales, k_scale=scales.k_scale.clone(), v_scale=scales.v_scale.clone())
 
 
 # --- conversion --------------------------------------------------------------------------------
@@ -165,7 +159,7 @@ def test_decode_is_exact(device, path):
 def _check_write(ops, case):
     case_layout = case.layout
     k_cache, v_cache = case.k_cache_before.clone(), case.v_cache_before.clone()
-    scales = _clone(case.scales_before)
+    scales = clone_of(case.scales_before)
     ops.kv_cache_write(
         case.key, case.value, k_cache, v_cache, case.slot_mapping, case_layout, scales=scales
     )
@@ -175,7 +169,7 @@ def _check_write(ops, case):
         (scales.k_scale, case.scales.k_scale),
         (scales.v_scale, case.scales.v_scale),
     ):
-        assert torch.equal(_bytes(got), _bytes(want))
+        assert torch.equal(bytes_of(got), bytes_of(want))
 
 
 @given(case=paged_caches(layouts=LAYOUTS, dtypes=DTYPES, granularities=GRANULARITIES))
@@ -355,7 +349,7 @@ def test_a_uint8_cache_equals_a_float8_cache(device):
     layout = LayoutCase.hnd(num_kv_heads=1, head_dim=16, max_seq_len=40)
     batch = RaggedBatch(query_lens=(1,), seq_lens=(40,))
     case = build_paged_cache(layout, batch, granularity="head").to(device)
-    as_bytes = replace(case, k_cache=_bytes(case.k_cache), v_cache=_bytes(case.v_cache))
+    as_bytes = replace(case, k_cache=bytes_of(case.k_cache), v_cache=bytes_of(case.v_cache))
     q = make_queries(case, 1)
     for ops in (kernels, reference):
         assert_equal(run_decode(ops, as_bytes, q), run_decode(ops, case, q))

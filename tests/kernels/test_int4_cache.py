@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -33,6 +31,8 @@ from mrv1.testing.strategies import (
 from tests.kernels.paged_attention import (
     assert_equal,
     assert_in_budget,
+    bytes_of,
+    clone_of,
     exact,
     make_queries,
     permuted,
@@ -62,14 +62,6 @@ def path(request, device):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PageFormat, "codec", lambda self, _: self.tag(request.param))
         yield INT4.tag(request.param)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def _clone(scales: KVScales) -> KVScales:
-    return replace(scales, k_scale=scales.k_scale.clone(), v_scale=scales.v_scale.clone())
 
 
 # --- codes -------------------------------------------------------------------------------------
@@ -132,7 +124,7 @@ def test_codes_and_scales_equal_the_oracles(device, dtype, seed, power, offset):
     codes = torch.empty(64, 32, dtype=torch.uint8, device=device)
     _quantize_kernel[(1,)](x.to(device), scale, codes, COUNT=64, WIDTH=32)
     want = INT4.scale(x)
-    assert torch.equal(_bytes(scale.cpu()), _bytes(want))
+    assert torch.equal(bytes_of(scale.cpu()), bytes_of(want))
     assert torch.equal(codes.cpu()[:, ::2] | codes.cpu()[:, 1::2] << 4, INT4.encode(x, want))
 
 
@@ -153,7 +145,7 @@ def test_values_are_within_half_a_step(dtype):
 
 def _check_write(ops, case):
     k_cache, v_cache = case.k_cache_before.clone(), case.v_cache_before.clone()
-    scales = _clone(case.scales_before)
+    scales = clone_of(case.scales_before)
     ops.kv_cache_write(
         case.key, case.value, k_cache, v_cache, case.slot_mapping, case.layout, scales=scales
     )
@@ -163,7 +155,7 @@ def _check_write(ops, case):
         (scales.k_scale, case.scales.k_scale),
         (scales.v_scale, case.scales.v_scale),
     ):
-        assert torch.equal(_bytes(got), _bytes(want))
+        assert torch.equal(bytes_of(got), bytes_of(want))
 
 
 CASES = {"dtypes": DTYPES, "granularities": ["nibbles"]}
@@ -247,12 +239,12 @@ def test_the_fused_write_stores_what_the_write_stores_of_its_keys(
             hadamard=hadamard, k_out=k_out, scales=scales,
         )  # fmt: skip
         results.append((q, k_out))
-        want, want_scales = torch.zeros_like(caches), _clone(scales)
+        want, want_scales = torch.zeros_like(caches), clone_of(scales)
         value = qkv.unflatten(1, (-1, head_dim))[:, q_heads + kv_heads :]
         reference.kv_cache_write(k_out, value, *want, slots, layout, scales=want_scales)
         assert torch.equal(caches, want)
-        assert torch.equal(_bytes(scales.k_scale), _bytes(want_scales.k_scale))
-        assert torch.equal(_bytes(scales.v_scale), _bytes(want_scales.v_scale))
+        assert torch.equal(bytes_of(scales.k_scale), bytes_of(want_scales.k_scale))
+        assert torch.equal(bytes_of(scales.v_scale), bytes_of(want_scales.v_scale))
     for got, want in zip(*results, strict=True):
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(got, want, rtol=4 * eps, atol=8 * eps)
