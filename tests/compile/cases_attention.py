@@ -85,8 +85,7 @@ def cases(target: Target) -> list[AotCase]:
             for max_query_len in (9, 4096)
         ),
         *_fp8_cases(target),
-        *(_merge(target, dtype, dim, splits) for dtype, dim, splits in MERGES),
-        *(_warp_group_cases() if target.capability == (9, 0) else ()),
+        *(_warp_group_cases(target) if target.capability == (9, 0) else ()),
         *(
             _prefill(target, torch.bfloat16, 128, True, 4096, fp8=fp8, soft_cap=cap, sinks=sinks)
             for fp8 in (NO_FP8, _fp8(target, "token"))
@@ -333,8 +332,8 @@ def _prefill(
     )
 
 
-def _warp_group_cases() -> list[AotCase]:
-    """Prefill by warp groups, which only sm_90 has: every block size, shared tiles, a queue.
+def _warp_group_cases(target: Target) -> list[AotCase]:
+    """Prefill by warp groups, which only sm_90 has: all block sizes, tiles, merges, a queue.
 
     Of e4m3 codes, scales of every granularity take the same code.
     """
@@ -458,7 +457,8 @@ def _warp_group_cases() -> list[AotCase]:
     codes = [case(torch.bfloat16, block_size, fp8=True) for block_size in (16, 128)]
     codes += [case(dtype, 16, splits=True, fp8=True) for dtype in (torch.bfloat16, torch.float16)]
     codes.append(case(torch.bfloat16, 16, splits=True, some_heads=True, fp8=True))
-    return [*sizes, *shared, *queue, *masked, *codes]
+    merges = [_merge(target, dtype, dim, splits) for dtype, dim, splits in MERGES]
+    return [*sizes, *shared, *queue, *masked, *codes, *merges]
 
 
 def _mask_arguments(masks: str) -> tuple[object, ...]:

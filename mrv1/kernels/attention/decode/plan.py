@@ -184,7 +184,9 @@ class DecodeAttentionConfig:
             is_tight = tile_rows > 32 and device.capability in ((8, 6), (8, 9), (12, 0))
             is_tight |= is_amd and head_dim > 128
             stages, programs = 1 if is_tight else 2, 2 if tile_rows > 32 else 3
-            return cls(32, num_warps=4, num_stages=stages, programs_per_sm=programs)
+            # gfx942 widens 4-bit codes in registers, which spill with over 32 rows of 32 keys.
+            tile_tokens = 16 if is_amd and dtype == INT4.dtype and tile_rows > 32 else 32
+            return cls(tile_tokens, num_warps=4, num_stages=stages, programs_per_sm=programs)
         # H200, heads of 128, contexts of 190. Few segments: pieces of one tile, two warps each
         # (1 x 8 heads: 4.1 us, whole segments 5.6). With more than one segment per two
         # multiprocessors, segments of up to 256 keys stay whole, which four warps compute faster
