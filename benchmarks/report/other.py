@@ -23,6 +23,7 @@ ABOUT = {
     "llama3-8b-fp8-engines": "whole engines with e4m3 weights, and vLLM in full precision",
     "grammars": "keywords of JSON schemas and times of two grammar engines",
     "smollm2": "SmolLM2's log-probabilities against float32 transformers, by dtype and cache",
+    "kv-cache-loss": "SmolLM2's loss on held-out text, by type of the KV cache",
     "recall-tasks": "calibration of SmolLM2, and its text loss by share of the KV cache",
     "sanitize": "compute-sanitizer's findings, op by op",
     "tiny_model": "how the embedded model was trained",
