@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.experts import (
@@ -13,7 +13,6 @@ from mrv1.models.experts import (
     by_interval,
     by_layer_type,
     by_sparse_step,
-    every_layer,
 )
 from mrv1.models.fused import GATE_UP, QKV
 from mrv1.models.rope import MRopeOrder
@@ -27,16 +26,12 @@ QKNormKind = Literal["none", "head", "vector"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """How one family uses the common decoder; a bias may name the setting that decides."""
+    """How one family uses the common decoder; a bias may be the setting that decides."""
 
     model_type: str
     """``model_type`` in config.json, which is used if ``architectures`` is absent."""
-    qkv_bias: bool | str = False
-    """Bias of the query, key and value projections."""
-    o_bias: bool | str = False
-    """Bias of the attention output projection."""
-    mlp_bias: bool | str = False
-    """Bias of the gate, up and down projections."""
+    biases: tuple[bool | str, bool | str, bool | str] = (False, False, False)
+    """Of the projections of queries, keys and values, of attention's output, and of the MLP."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers of a checkpoint that are several of a layer's: their parts, in order."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -87,59 +82,92 @@ class Architecture:
     the number of layers. None = checkpoints have none."""
 
 
+_ATTENTION_BIASES = ("attention_bias", "attention_bias", False)
+_ALL_BIASES = ("attention_bias", "attention_bias", "mlp_bias")
+_QKV_BIASES = ("attention_bias", False, False)
+
+_ROUTING: dict[str, Any] = {
+    "num_experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "renormalizes": True,
+    "rounds_logits": True,
+}
+_ERNIE_EXPERTS = ExpertFamily(
+    routing={
+        "num_experts": "moe_num_experts",
+        "top_k": "moe_k",
+        "num_shared": "moe_num_shared_experts",
+        "renormalizes": True,
+        "least_sum": "moe_norm_min",
+    },
+    has_experts=by_interval,
+    bias="moe_statics.e_score_correction_bias",
+    bias_dims=2,
+)
+
+# Families that others are like.
+_QWEN2 = Architecture(model_type="qwen2", biases=(True, False, False), windows="layer_types")
+_QWEN3_VL = Architecture(
+    model_type="qwen3_vl",
+    biases=_ATTENTION_BIASES,
+    qk_norm="head",
+    mrope="interleaved",
+    video_time="text",
+)
+_GLM = Architecture(
+    model_type="glm",
+    biases=_QKV_BIASES,
+    fused={"mlp.gate_up_proj": GATE_UP},
+    rope_interleaved=True,
+    has_partial_rope=True,
+)
+_ERNIE = Architecture(
+    model_type="ernie4_5", biases=("use_bias", "use_bias", "use_bias"), rope_interleaved=True
+)
+_GEMMA2 = Architecture(
+    model_type="gemma2",
+    biases=_ATTENTION_BIASES,
+    activation="gelu_tanh_and_mul",
+    norm_order="both",
+    norms_add_one=True,
+    soft_caps="scores_and_logits",
+    windows="layer_types",
+)
+_OLMO2 = Architecture(
+    model_type="olmo2", biases=_ATTENTION_BIASES, norm_order="after", qk_norm="vector"
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(
-        model_type="llama", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
+    "LlamaForCausalLM": Architecture(model_type="llama", biases=_ALL_BIASES),
     "MistralForCausalLM": Architecture(model_type="mistral", windows="all_layers"),
     "MinistralForCausalLM": Architecture(model_type="ministral", windows="layer_types"),
-    "Qwen2ForCausalLM": Architecture(model_type="qwen2", qkv_bias=True, windows="layer_types"),
+    "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": Architecture(
-        model_type="qwen3",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm="head",
-        windows="layer_types",
+        model_type="qwen3", biases=_ATTENTION_BIASES, qk_norm="head", windows="layer_types"
     ),
     "SmolLM3ForCausalLM": Architecture(
         model_type="smollm3",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        biases=_ALL_BIASES,
         rope_layers="no_rope_layers",
         windows="layer_types",
     ),
-    "GlmForCausalLM": Architecture(
-        model_type="glm",
-        qkv_bias="attention_bias",
-        fused={"mlp.gate_up_proj": GATE_UP},
-        rope_interleaved=True,
-        has_partial_rope=True,
-    ),
-    "Glm4ForCausalLM": Architecture(
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
         model_type="glm4",
-        qkv_bias="attention_bias",
         norm_order="both",
         renamed={
             "post_self_attn_layernorm": "post_attention_layernorm",
             "post_attention_layernorm": "pre_feedforward_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },
-        fused={"mlp.gate_up_proj": GATE_UP},
-        rope_interleaved=True,
-        has_partial_rope=True,
     ),
     "GraniteForCausalLM": Architecture(
-        model_type="granite",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        has_multipliers=True,
+        model_type="granite", biases=_ALL_BIASES, has_multipliers=True
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         model_type="granitemoehybrid",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        biases=_ATTENTION_BIASES,
         fused={"shared_mlp.input_linear": GATE_UP},
         renamed={"shared_mlp.output_linear": "mlp.down_proj"},
         rope_switch="position_embedding_type",
@@ -149,53 +177,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts_setting="num_local_experts",
     ),
     "SeedOssForCausalLM": Architecture(
-        model_type="seed_oss",
-        qkv_bias="attention_bias",
-        o_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
+        model_type="seed_oss", biases=("attention_bias", "attention_out_bias", "mlp_bias")
     ),
-    "Ernie4_5ForCausalLM": Architecture(
-        model_type="ernie4_5",
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        rope_interleaved=True,
-    ),
-    "Ernie4_5_MoeForCausalLM": Architecture(
-        model_type="ernie4_5_moe",
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        rope_interleaved=True,
-        experts=ExpertFamily(
-            routing={
-                "num_experts": "moe_num_experts",
-                "top_k": "moe_k",
-                "num_shared": "moe_num_shared_experts",
-                "renormalizes": True,
-                "least_sum": "moe_norm_min",
-            },
-            intermediate_size="moe_intermediate_size",
-            has_experts=by_interval,
-            bias="moe_statics.e_score_correction_bias",
-            bias_dims=2,
-        ),
-        drafter="model.mtp_",
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE, model_type="ernie4_5_moe", experts=_ERNIE_EXPERTS, drafter="model.mtp_"
     ),
     "Qwen3MoeForCausalLM": Architecture(
         model_type="qwen3_moe",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        biases=_ATTENTION_BIASES,
         qk_norm="head",
         windows="all_layers",
         experts=ExpertFamily(
-            routing={
-                "num_experts": "num_experts",
-                "top_k": "num_experts_per_tok",
-                "renormalizes": "norm_topk_prob",
-                "rounds_logits": True,
-            },
-            intermediate_size="moe_intermediate_size",
+            routing=_ROUTING | {"renormalizes": "norm_topk_prob"},
             has_experts=by_sparse_step,
         ),
     ),
@@ -203,75 +197,41 @@ ARCHITECTURES: dict[str, Architecture] = {
         model_type="mixtral",
         windows="all_layers",
         experts=ExpertFamily(
-            routing={
-                "num_experts": "num_local_experts",
-                "top_k": "num_experts_per_tok",
-                "renormalizes": True,
-                "rounds_logits": True,
-            },
+            routing=_ROUTING | {"num_experts": "num_local_experts"},
             intermediate_size="intermediate_size",
-            has_experts=every_layer,
             block="block_sparse_moe",
             parts=("w1", "w3", "w2"),
         ),
     ),
     "OlmoeForCausalLM": Architecture(
         model_type="olmoe",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        biases=_ATTENTION_BIASES,
         qk_norm="vector",
         experts=ExpertFamily(
-            routing={
-                "num_experts": "num_experts",
-                "top_k": "num_experts_per_tok",
-                "renormalizes": "norm_topk_prob",
-                "rounds_logits": True,
-            },
+            routing=_ROUTING | {"renormalizes": "norm_topk_prob"},
             intermediate_size="intermediate_size",
-            has_experts=every_layer,
         ),
     ),
     "GptOssForCausalLM": Architecture(
         model_type="gpt_oss",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
+        biases=_ATTENTION_BIASES,
         windows="layer_types",
         has_sinks=True,
         experts=ExpertFamily(
-            routing={
-                "num_experts": "num_local_experts",
-                "top_k": "num_experts_per_tok",
-                "renormalizes": True,
-                "rounds_logits": True,
-            },
+            routing=_ROUTING | {"num_experts": "num_local_experts"},
             intermediate_size="intermediate_size",
-            has_experts=every_layer,
             router="router",
             clamps={"alpha": "swiglu_alpha", "limit": "swiglu_limit"},
             is_stacked=True,
         ),
     ),
-    "Gemma2ForCausalLM": Architecture(
-        model_type="gemma2",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        activation="gelu_tanh_and_mul",
-        norm_order="both",
-        norms_add_one=True,
-        soft_caps="scores_and_logits",
-        windows="layer_types",
-    ),
-    "Gemma3ForCausalLM": Architecture(
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": replace(
+        _GEMMA2,
         model_type="gemma3_text",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        activation="gelu_tanh_and_mul",
-        norm_order="both",
-        norms_add_one=True,
         qk_norm="head",
         soft_caps="logits",
         has_window_rope=True,
-        windows="layer_types",
     ),
     "Phi3ForCausalLM": Architecture(
         model_type="phi3",
@@ -279,25 +239,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_partial_rope=True,
         windows="all_layers",
     ),
-    "Olmo2ForCausalLM": Architecture(
-        model_type="olmo2",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norm_order="after",
-        qk_norm="vector",
-    ),
-    "Olmo3ForCausalLM": Architecture(
-        model_type="olmo3",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        norm_order="after",
-        qk_norm="vector",
-        has_window_rope=True,
-        windows="layer_types",
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2, model_type="olmo3", has_window_rope=True, windows="layer_types"
     ),
     "Glm4MoeForCausalLM": Architecture(
         model_type="glm4_moe",
-        qkv_bias="attention_bias",
+        biases=_QKV_BIASES,
         qk_norm="head",
         qk_norm_setting="use_qk_norm",
         has_partial_rope=True,
@@ -313,74 +261,33 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "least_sum": 1e-20,
                 "scale": "routed_scaling_factor",
             },
-            intermediate_size="moe_intermediate_size",
             has_experts=after_dense,
             bias="gate.e_score_correction_bias",
         ),
         drafter="model.layers.{}.",
     ),
-    "Qwen2VLForConditionalGeneration": Architecture(
-        model_type="qwen2_vl",
-        qkv_bias=True,
-        windows="layer_types",
-        mrope="sections",
-        video_time="frames",
+    "Qwen2VLForConditionalGeneration": replace(
+        _QWEN2, model_type="qwen2_vl", mrope="sections", video_time="frames"
     ),
-    "Qwen2_5_VLForConditionalGeneration": Architecture(
-        model_type="qwen2_5_vl",
-        qkv_bias=True,
-        windows="layer_types",
-        mrope="sections",
-        video_time="seconds",
+    "Qwen2_5_VLForConditionalGeneration": replace(
+        _QWEN2, model_type="qwen2_5_vl", mrope="sections", video_time="seconds"
     ),
-    "Qwen3VLForConditionalGeneration": Architecture(
-        model_type="qwen3_vl",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm="head",
-        mrope="interleaved",
-        video_time="text",
-    ),
-    "Qwen3VLMoeForConditionalGeneration": Architecture(
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN3_VL,
         model_type="qwen3_vl_moe",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm="head",
-        mrope="interleaved",
-        video_time="text",
-        experts=ExpertFamily(
-            routing={
-                "num_experts": "num_experts",
-                "top_k": "num_experts_per_tok",
-                "renormalizes": True,
-                "rounds_logits": True,
-            },
-            intermediate_size="moe_intermediate_size",
-            has_experts=by_sparse_step,
-            may_be_turned=True,
-        ),
+        experts=ExpertFamily(routing=_ROUTING, has_experts=by_sparse_step, may_be_turned=True),
     ),
-    "Ernie4_5_VLMoeForConditionalGeneration": Architecture(
+    "Ernie4_5_VLMoeForConditionalGeneration": replace(
+        _ERNIE,
         model_type="ernie4_5_vl_moe",
-        qkv_bias="use_bias",
-        o_bias="use_bias",
-        mlp_bias="use_bias",
-        rope_interleaved=True,
         mrope="alternating",
         video_time="frames",
         has_encoder=False,
-        experts=ExpertFamily(
-            routing={
-                "num_experts": "moe_num_experts",
-                "top_k": "moe_k",
-                "num_shared": "moe_num_shared_experts",
-                "renormalizes": True,
-                "least_sum": "moe_norm_min",
-            },
-            intermediate_size="moe_intermediate_size",
+        experts=replace(
+            _ERNIE_EXPERTS,
             has_experts=by_layer_type,
             bias="text_moe.gate.moe_statics.e_score_correction_bias",
-            bias_dims=2,
             visual=("gate.weight_1", "vision_moe.gate.moe_statics.e_score_correction_bias"),
         ),
         drafter="model.mtp_",

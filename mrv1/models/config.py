@@ -14,9 +14,9 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.contracts import Activation
 from mrv1.models.architectures import ARCHITECTURES, NormOrder, QKNormKind, Wrapper
 from mrv1.models.checkpoint import Checkpoint
-from mrv1.models.experts import ExpertNames, ExpertsConfig, ModalExpertNames
+from mrv1.models.experts import ExpertsConfig, modal_names_in_memory, names_in_memory
 from mrv1.models.files import raise_problems
-from mrv1.models.fused import GATE_UP, QKV, FusedNames, OtherNames
+from mrv1.models.fused import GATE_UP, QKV, OtherNames, fused_names
 from mrv1.models.hf_config import model_fields, token_ids
 from mrv1.models.quantization import Quantization, as_asked
 from mrv1.models.rope import RopeConfig
@@ -182,17 +182,16 @@ class ModelConfig:
         if self.experts is not None and family.experts is not None:
             if family.experts.is_stacked:  # its names are the same in memory
                 return None
-            names = ExpertNames if family.experts.visual is None else ModalExpertNames
-            return names(self.experts, family.experts)
+            is_modal = family.experts.visual is not None
+            names_of = modal_names_in_memory if is_modal else names_in_memory
+            return names_of(self.experts, family.experts, self.hidden_size)
         if not family.fused and not family.renamed:
             return None
         sizes = (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)
         rows = dict(zip(QKV, (size * self.head_dim for size in sizes), strict=True))
         rows |= dict.fromkeys(GATE_UP, self.intermediate_size)
-        return FusedNames(
-            {name: {part: rows[part] for part in parts} for name, parts in family.fused.items()},
-            family.renamed,
-        )
+        fused = {name: {p: rows[p] for p in parts} for name, parts in family.fused.items()}
+        return fused_names(self.num_layers, self.hidden_size, fused, family.renamed)
 
     def is_of_drafter(self, name: str) -> bool:
         """Whether a checkpoint's tensor only predicts further tokens: it is not loaded."""

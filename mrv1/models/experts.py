@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from mrv1.errors import ConfigError
 from mrv1.kernels import ClampedSwiGLU, Routing
 from mrv1.kernels.experts.contracts import ExpertActivation
 from mrv1.models.files import not_positive, raise_problems
+from mrv1.models.fused import Fused, OtherNames, Pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +42,20 @@ class ExpertsConfig:
         return replace(self, intermediate_size=self.intermediate_size // size, visual_size=visual)
 
 
+def every_layer(text: Any, layer: int) -> bool:  # noqa: ANN401
+    """Whether a layer has experts: each has."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFamily:
     """How a family names the settings of its experts in config.json, and their tensors."""
 
     routing: Mapping[str, Any]
     """By field of ``Routing``: a setting's name, or the value for the whole family."""
-    intermediate_size: str
+    intermediate_size: str = "moe_intermediate_size"
     """The setting with the width of an expert."""
-    has_experts: Callable[[Any, int], bool]
+    has_experts: Callable[[Any, int], bool] = every_layer
     """Whether a layer of a configuration, by its index, has experts."""
     block: str = "mlp"
     """The name of a layer's experts among its tensors."""
@@ -75,12 +80,6 @@ class ExpertFamily:
     kind: ``gate_up_proj`` [experts, hidden, 2 * width], gates and ups in turns, and ``down_proj``
     [experts, width, hidden]."""
 
-
-_LAYER = re.compile(r"model\.layers\.\d+")
-_FUSED = re.compile(r"(model\.layers\.\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-_MODAL = re.compile(
-    r"(model\.layers\.\d+)\.mlp\.(text|vision)_moe\.experts\.(gate_up_proj|down_proj)"
-)
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_gate": (None, "topk", "top2_fused"),
@@ -158,122 +157,77 @@ def _activation(text: Any, family: ExpertFamily) -> ExpertActivation:  # noqa: A
     return ClampedSwiGLU(**given)
 
 
-class ExpertNames:
-    """Other names for a checkpoint's tensors: those of a transformers model in memory.
+def names_in_memory(experts: ExpertsConfig, family: ExpertFamily, hidden_size: int) -> OtherNames:
+    """Return other names for a checkpoint's tensors: those of a transformers model in memory.
 
     There the experts of a layer are one tensor, and some modules have other names.
     """
-
-    def __init__(self, experts: ExpertsConfig, family: ExpertFamily) -> None:
-        self._experts, self._family = experts, family
-
-    def stored(self, name: str) -> str:
-        """Return the name in a checkpoint of a tensor that is not fused."""
-        layer, found, rest = name.partition(".mlp.")
-        if not found or not _LAYER.fullmatch(layer):
-            return name
-        if self._family.block != "mlp" and rest.startswith("gate."):
-            return f"{layer}.{self._family.block}.{rest}"
-        if self._family.bias is not None and rest == f"gate.{self._family.bias}":
-            return f"{layer}.mlp.{self._family.bias}"
-        return name
-
-    def pieces(self, name: str) -> dict[str, tuple[int | slice, ...]] | None:
-        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
-        found = _FUSED.fullmatch(name)
-        if found is None:
-            return None
-        return self._pieces(found[1], found[2], self._experts.intermediate_size)
-
-    def _pieces(
-        self, layer: str, kind: str, width: int, first: int = 0
-    ) -> dict[str, tuple[int | slice, ...]]:
-        """Return the pieces of experts from the ``first`` on, of this width."""
-        block = f"{layer}.{self._family.block}.experts"
-        gate, up, down = self._family.parts
-        pieces: dict[str, tuple[int | slice, ...]] = {}
-        for index in range(self._experts.routing.num_experts):
-            name = f"{block}.{first + index}"
-            if kind == "down_proj":
-                pieces[f"{name}.{down}.weight"] = (index,)
-            else:
-                pieces[f"{name}.{gate}.weight"] = (index, slice(0, width))
-                pieces[f"{name}.{up}.weight"] = (index, slice(width, 2 * width))
-        return pieces
-
-    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the shape of a fused tensor."""
-        return self._fused_shape(name, hidden_size, self._experts.intermediate_size)
-
-    def _fused_shape(self, name: str, hidden_size: int, width: int) -> tuple[int, ...]:
-        num_experts = self._experts.routing.num_experts
-        if name.endswith("down_proj"):
-            return num_experts, hidden_size, width
-        return num_experts, 2 * width, hidden_size
-
-    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
-        """Return whether the last two dimensions of a tensor are in the other order."""
-        if not self._family.may_be_turned or not _FUSED.fullmatch(name):
-            return False
-        expected = self.fused_shape(name, hidden_size)
-        return shape != expected and shape == (expected[0], expected[2], expected[1])
+    names, width = OtherNames(), experts.intermediate_size
+    for layer in _layers_with(experts):
+        mlp, block = f"{layer}.mlp", f"{layer}.{family.block}"
+        if block != mlp:
+            names.renamed[f"{mlp}.gate.weight"] = f"{block}.gate.weight"
+        if family.bias is not None:
+            names.renamed[f"{mlp}.gate.{family.bias}"] = f"{mlp}.{family.bias}"
+        for kind, fused in _fused_experts(experts, family, block, 0, width, hidden_size).items():
+            name, (count, rows, columns) = f"{mlp}.experts.{kind}", fused.shape
+            names.fused[name] = fused
+            if family.may_be_turned and rows != columns:
+                names.turned[name] = (count, columns, rows)
+    return names
 
 
-class ModalExpertNames(ExpertNames):
-    """Names where tokens of images and videos have experts of their own, as in ERNIE-4.5-VL.
+def modal_names_in_memory(
+    experts: ExpertsConfig, family: ExpertFamily, hidden_size: int
+) -> OtherNames:
+    """Return such names where images and videos have experts of their own, as in ERNIE-4.5-VL.
 
     A checkpoint has routers with a column for each expert, and one tensor with the biases of both;
     it counts the experts for images on from those for text.
     """
+    names, count = OtherNames(), experts.routing.num_experts
+    widths = zip(("text", "vision"), experts.widths, strict=True)
+    kinds = [(mode, width, first * count) for first, (mode, width) in enumerate(widths)]
+    for layer in _layers_with(experts):
+        mlp = f"{layer}.mlp"
+        routers = f"{mlp}.gate.weight", f"{mlp}.gate.weight_1"
+        names.turned.update(dict.fromkeys(routers, (hidden_size, count)))
+        for (mode, width, first), router in zip(kinds, routers, strict=True):
+            names.renamed[f"{mlp}.{mode}_moe.gate.weight"] = router
+            fused = _fused_experts(experts, family, mlp, first, width, hidden_size)
+            for kind, each in fused.items():
+                names.fused[f"{mlp}.{mode}_moe.experts.{kind}"] = each
+        own = family.bias, family.visual and family.visual[1]
+        biases: Pieces = {f"{mlp}.{bias}": (slice(i, i + 1),) for i, bias in enumerate(own)}
+        names.fused[f"{mlp}.moe_statics.e_score_correction_bias"] = Fused((2, count), biases)
+    return names
 
-    def stored(self, name: str) -> str:
-        """Return the name in a checkpoint of a tensor that is not fused."""
-        for own, usual in (("text_moe.gate.weight", "gate.weight"),
-                           ("vision_moe.gate.weight", "gate.weight_1")):  # fmt: skip
-            if name.endswith(f".mlp.{own}"):
-                return name.removesuffix(own) + usual
-        return name
 
-    def pieces(self, name: str) -> dict[str, tuple[int | slice, ...]] | None:
-        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
-        bias = self._family.bias or ""
-        both = "mlp.moe_statics.e_score_correction_bias"
-        if name.endswith(f".{both}"):
-            layer, visual = name.removesuffix(both), (self._family.visual or ("", ""))[1]
-            return {f"{layer}mlp.{bias}": (slice(0, 1),), f"{layer}mlp.{visual}": (slice(1, 2),)}
-        found = _MODAL.fullmatch(name)
-        if found is None:
-            return None
-        layer, modality, kind = found.groups()
-        first = 0 if modality == "text" else self._experts.routing.num_experts
-        return self._pieces(layer, kind, self._width(modality), first)
+def _layers_with(experts: ExpertsConfig) -> list[str]:
+    return [f"model.layers.{index}" for index, has in enumerate(experts.layers) if has]
 
-    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the shape of a fused tensor."""
-        found = _MODAL.fullmatch(name)
-        if found is None:  # the biases
-            return 2, self._experts.routing.num_experts
-        return self._fused_shape(name, hidden_size, self._width(found[2]))
 
-    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
-        """Return whether the last two dimensions of a tensor are in the other order."""
-        is_router = name.endswith((".mlp.gate.weight", ".mlp.gate.weight_1"))
-        return is_router and shape == (hidden_size, self._experts.routing.num_experts)
-
-    def _width(self, modality: str) -> int:
-        widths = self._experts.intermediate_size, self._experts.visual_size or 0
-        return widths[modality != "text"]
+def _fused_experts(
+    experts: ExpertsConfig, family: ExpertFamily, block: str, first: int, width: int, hidden: int
+) -> dict[str, Fused]:
+    """Return a layer's experts of this width in one tensor of each kind, from the ``first`` on."""
+    gate, up, down = family.parts
+    count, gate_up, downs = experts.routing.num_experts, Pieces(), Pieces()
+    for index in range(count):
+        name = f"{block}.experts.{first + index}"
+        gate_up[f"{name}.{gate}.weight"] = (index, slice(0, width))
+        gate_up[f"{name}.{up}.weight"] = (index, slice(width, 2 * width))
+        downs[f"{name}.{down}.weight"] = (index,)
+    return {
+        "gate_up_proj": Fused((count, 2 * width, hidden), gate_up),
+        "down_proj": Fused((count, hidden, width), downs),
+    }
 
 
 def _setting(message: str, names: Mapping[str, str]) -> str:
     """Return a message about a field of ``Routing`` with the name of the setting instead."""
     field, colon, rest = message.partition(":")
     return f"{names.get(field, field)}{colon}{rest}"
-
-
-def every_layer(text: Any, layer: int) -> bool:  # noqa: ANN401
-    """Whether a layer has experts: each has."""
-    return True
 
 
 def by_interval(text: Any, layer: int) -> bool:  # noqa: ANN401

@@ -1,78 +1,64 @@
-"""Tensors of a checkpoint that are several of a layer's: fused ones, by their parts' names."""
+"""Tensors of a checkpoint under other names than a decoder's, or several of them in one."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 """A layer's projections of queries, keys and values, in this order."""
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 """An MLP's first projections."""
 
+Pieces = dict[str, tuple[int | slice, ...]]
+"""By usual name, where a tensor is in a stored one; () = it is all of that."""
 
-class OtherNames(Protocol):
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A stored tensor that is several of a decoder's."""
+
+    shape: tuple[int, ...]
+    pieces: Pieces
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames:
     """Names that tensors may have in place of those that ``checkpoint_tensors`` gives them."""
 
-    def stored(self, name: str) -> str:
-        """Return the usual name of a tensor that is not fused."""
-        ...
+    fused: dict[str, Fused] = field(default_factory=dict)
+    """By stored name."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Usual names by stored ones."""
+    turned: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By stored name, a shape by which its last two dimensions are in the other order."""
 
-    def pieces(self, name: str) -> Mapping[str, tuple[int | slice, ...]] | None:
-        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
-        ...
-
-    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the shape of a fused tensor."""
-        ...
-
-    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
-        """Return whether the last two dimensions of a tensor are in the other order."""
-        ...
+    def pieces(self, name: str) -> Pieces:
+        """Return the usual names of a stored tensor, and where each one is in it."""
+        fused = self.fused.get(name)
+        return {self.renamed.get(name, name): ()} if fused is None else fused.pieces
 
 
-_OF_LAYER = re.compile(r"(model\.layers\.\d+)\.([\w.]+)\.(weight|bias)")
+def fused_names(
+    num_layers: int,
+    hidden_size: int,
+    fused: Mapping[str, Mapping[str, int]],
+    renamed: Mapping[str, str],
+) -> OtherNames:
+    """Return the names of linear layers whose rows follow each other in one tensor, and of others.
 
-
-class FusedNames:
-    """Linear layers whose rows follow each other in one tensor of a checkpoint.
-
-    Args:
-        fused: by the fused layer's name, its parts' names and numbers of rows, in order.
-        renamed: usual names of a layer's modules, by a checkpoint's.
+    ``fused`` has, by the fused layer's name, its parts' names and numbers of rows, in order;
+    ``renamed`` usual names of a layer's modules, by a checkpoint's.
     """
-
-    def __init__(self, fused: Mapping[str, Mapping[str, int]], renamed: Mapping[str, str]) -> None:
-        self._fused, self._renamed = fused, renamed
-
-    def stored(self, name: str) -> str:
-        """Return the usual name of a tensor that is not fused."""
-        found = _OF_LAYER.fullmatch(name)
-        if found is None or found[2] not in self._renamed:
-            return name
-        return f"{found[1]}.{self._renamed[found[2]]}.{found[3]}"
-
-    def pieces(self, name: str) -> Mapping[str, tuple[int | slice, ...]] | None:
-        """Return a fused tensor's pieces: each one's name, and where it is; None = not fused."""
-        found = _OF_LAYER.fullmatch(name)
-        if found is None or found[2] not in self._fused:
-            return None
-        pieces: dict[str, tuple[int | slice, ...]] = {}
-        first = 0
-        for part, num_rows in self._fused[found[2]].items():
-            pieces[f"{found[1]}.{part}.{found[3]}"] = (slice(first, first + num_rows),)
-            first += num_rows
-        return pieces
-
-    def fused_shape(self, name: str, hidden_size: int) -> tuple[int, ...]:
-        """Return the shape of a fused tensor."""
-        found = _OF_LAYER.fullmatch(name)
-        if found is None:
-            raise ValueError(f"name: expected that of a fused tensor, got {name!r}")
-        num_rows = sum(self._fused[found[2]].values())
-        return (num_rows,) if found[3] == "bias" else (num_rows, hidden_size)
-
-    def is_turned(self, name: str, shape: tuple[int, ...], hidden_size: int) -> bool:
-        """Return whether the last two dimensions are in the other order: they never are."""
-        return False
+    names = OtherNames()
+    for layer in (f"model.layers.{index}" for index in range(num_layers)):
+        for kind, columns in (("weight", (hidden_size,)), ("bias", ())):
+            for name, usual in renamed.items():
+                names.renamed[f"{layer}.{name}.{kind}"] = f"{layer}.{usual}.{kind}"
+            for name, parts in fused.items():
+                pieces, first = Pieces(), 0
+                for part, num_rows in parts.items():
+                    pieces[f"{layer}.{part}.{kind}"] = (slice(first, first + num_rows),)
+                    first += num_rows
+                names.fused[f"{layer}.{name}.{kind}"] = Fused((first, *columns), pieces)
+    return names

@@ -38,6 +38,7 @@ _CAPS = {
     "final_logit_softcapping": "logits_soft_cap",
 }
 """Settings of Gemma that cap, and their fields."""
+_BIASES = ("qkv_bias", "o_bias", "mlp_bias")
 _OWN_CODE = {"ernie4_5_moe_vl": "ernie4_5_vl_moe"}
 """A ``model_type`` whose settings only code of the checkpoint reads -> that of transformers."""
 
@@ -166,9 +167,7 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         # A wrapper's default may be another one than its text model's, whose head is stored then.
         "tie_word_embeddings": bool(hf.tie_word_embeddings)
         and (wrapper is None or text.tie_word_embeddings),
-        "qkv_bias": _flag(text, family.qkv_bias),
-        "o_bias": _flag(text, family.o_bias),
-        "mlp_bias": _flag(text, family.mlp_bias),
+        **{name: _flag(text, each) for name, each in zip(_BIASES, family.biases, strict=True)},
         "qk_norm": family.qk_norm if _flag(text, family.qk_norm_setting or True) else "none",
         "activation": family.activation,
         "has_sinks": family.has_sinks,

@@ -147,7 +147,7 @@ def load_weights(
         _rename_tied_head(scan)
     _leave_out_drafter(scan, config)
     if config.other_names is not None:
-        _split_fused(scan, config.other_names, config.hidden_size)
+        _split_fused(scan, config.other_names)
     if config.quantization is not None:
         _rename(scan, config.quantization)
     vocab_rows = parallel.vocab_rows(config.vocab_size)
@@ -211,32 +211,30 @@ def _leave_out_drafter(scan: Scan, config: ModelConfig) -> None:
         scan.tensors = {n: t for n, t in scan.tensors.items() if not config.is_of_drafter(n)}
 
 
-def _split_fused(scan: Scan, names: OtherNames, hidden_size: int) -> None:
+def _split_fused(scan: Scan, names: OtherNames) -> None:
     """Replace other names, and fused tensors, by the usual names and by their parts."""
+    if scan.named is None:
+        return
     named: set[str] = set()
     tensors: dict[str, StoredTensor] = {}
-    for stored_name in sorted(scan.named or ()):
+    for stored_name in sorted(scan.named):
         pieces, stored = names.pieces(stored_name), scan.tensors.get(stored_name)
-        each = {names.stored(stored_name): ()} if pieces is None else pieces
-        scan.problems += [f"{name}: stored twice" for name in sorted(named & each.keys())]
-        named |= each.keys()
+        scan.problems += [f"{name}: stored twice" for name in sorted(named & pieces.keys())]
+        named |= pieces.keys()
         if stored is None:
             continue
-        is_turned, shape = names.is_turned(stored_name, stored.shape, hidden_size), stored.shape
+        is_turned, shape = stored.shape == names.turned.get(stored_name), stored.shape
         if is_turned:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        if pieces is not None:
-            expected = names.fused_shape(stored_name, hidden_size)
-            if shape != expected:
-                scan.problems.append(
-                    f"{stored_name}: expected shape {list(expected)}, got {list(shape)}"
-                )
-                continue
-        for name, index in each.items():
+        fused = names.fused.get(stored_name)
+        if fused is not None and shape != fused.shape:
+            problem = f"expected shape {list(fused.shape)}, got {list(shape)}"
+            scan.problems.append(f"{stored_name}: {problem}")
+            continue
+        for name, index in pieces.items():
             own = tuple(torch.empty(shape, device="meta")[index].shape) if index else shape
             tensors[name] = replace(stored, shape=own, index=index, is_turned=is_turned)
-    if scan.named is not None:
-        scan.named, scan.tensors = named, tensors
+    scan.named, scan.tensors = named, tensors
 
 
 def _leave_out_zero_biases(

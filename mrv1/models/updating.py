@@ -36,7 +36,7 @@ def checked_update(
     given = _by_name(named_tensors, has_vision=config.has_vision)
     given = {name: tensor for name, tensor in given.items() if not config.is_of_drafter(name)}
     if config.other_names is not None:
-        given = _split_fused(given, config.other_names, config.hidden_size)
+        given = _split_fused(given, config.other_names)
     if config.quantization is not None:
         given = {config.quantization.renamed(name): tensor for name, tensor in given.items()}
     is_tied = config.tie_word_embeddings
@@ -98,34 +98,30 @@ def _by_name(named_tensors: object, *, has_vision: bool) -> dict[str, torch.Tens
     return tensors
 
 
-def _split_fused(
-    given: Mapping[str, torch.Tensor], names: OtherNames, hidden_size: int
-) -> dict[str, torch.Tensor]:
+def _split_fused(given: Mapping[str, torch.Tensor], names: OtherNames) -> dict[str, torch.Tensor]:
     """Return tensors under their usual names: views of fused ones."""
     tensors: dict[str, torch.Tensor] = {}
     for stored_name, given_tensor in given.items():
-        pieces, tensor = names.pieces(stored_name), given_tensor
+        tensor, fused, pieces = (
+            given_tensor,
+            names.fused.get(stored_name),
+            names.pieces(stored_name),
+        )
         is_tensor = isinstance(tensor, torch.Tensor)
-        if is_tensor and names.is_turned(stored_name, tuple(tensor.shape), hidden_size):
+        if is_tensor and tensor.shape == names.turned.get(stored_name):
             tensor = tensor.mT
-        if pieces is None:
-            each = {names.stored(stored_name): tensor}
-        else:
-            expected = names.fused_shape(stored_name, hidden_size)
-            if not is_tensor or tensor.shape != expected:
-                got = list(tensor.shape) if is_tensor else type(tensor).__name__
-                raise ConfigError(
-                    f"named_tensors: {stored_name}: expected a tensor of shape {list(expected)}, "
-                    f"got {got}"
-                )
-            each = {name: tensor[index] for name, index in pieces.items()}
-        for name in each:
-            if name in tensors:
-                raise ConfigError(
-                    f"named_tensors: expected each name once, got {name!r} again as "
-                    f"{stored_name!r}"
-                )
-        tensors |= each
+        if fused is not None and not (is_tensor and tensor.shape == fused.shape):
+            got = list(tensor.shape) if is_tensor else type(tensor).__name__
+            raise ConfigError(
+                f"named_tensors: {stored_name}: expected a tensor of shape {list(fused.shape)}, "
+                f"got {got}"
+            )
+        if again := pieces.keys() & tensors.keys():
+            raise ConfigError(
+                f"named_tensors: expected each name once, got {min(again)!r} again as "
+                f"{stored_name!r}"
+            )
+        tensors |= {name: tensor[index] if index else tensor for name, index in pieces.items()}
     return tensors
 
 
