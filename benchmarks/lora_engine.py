@@ -27,8 +27,8 @@ from mrv1.device import resolve_device
 from mrv1.engine import EngineCore, LoRARequest
 from mrv1.engine.adapters import LoadedAdapter
 from mrv1.models import DecoderModel, ModelConfig, random_model
-from mrv1.models.lora import StoredAdapter, StoredPart
-from mrv1.models.lora.stored import PLACES
+from mrv1.models.lora import AdapterPair, StoredAdapter
+from mrv1.models.lora.adapter import PLACES
 from mrv1.models.weights import part_rows
 from mrv1.sampler import SamplingParams
 
@@ -48,7 +48,7 @@ def random_adapter(config: ModelConfig, rank: int, model: DecoderModel) -> Store
         sizes = part_rows(config, layer)
         for module, (field, part) in PLACES.items():
             rows, num_in = sizes[field]
-            parts[f"model.layers.{layer}.{module}"] = StoredPart(
+            parts[f"model.layers.{layer}.{module}"] = AdapterPair(
                 a=normal(rank, num_in), b=normal(rows[part], rank), scaling=1.0
             )
     return StoredAdapter(name="random", parts=parts)

@@ -33,7 +33,7 @@ from benchmarks.measure.shapes import shape_config
 from benchmarks.peers.vllm_lora import AdaptedJob, AdaptedRun, measure_adapted
 from mrv1.device import resolve_device
 from mrv1.models import ModelConfig
-from mrv1.models.lora.stored import PLACES
+from mrv1.models.lora.adapter import PLACES
 from mrv1.models.weights import part_rows
 from mrv1.provenance import version_of
 

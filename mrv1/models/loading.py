@@ -156,7 +156,7 @@ def load_weights(
     wanted = checkpoint_places(own, meta, whole=config, parallel=parallel)
     if config.quantization is not None and config.quantization.has_zero_biases:
         _leave_out_zero_biases(checkpoint, scan, wanted)
-    problems = scan.problems + _differences(scan, wanted, is_tied=config.tie_word_embeddings)
+    problems = scan.problems + differences(scan, wanted, is_tied=config.tie_word_embeddings)
     if config.tie_word_embeddings:
         problems += _untied_head(checkpoint, scan)
     raise_problems(checkpoint.where, problems)
@@ -253,13 +253,15 @@ def biases_of_none(places: Mapping[str, Place]) -> set[str]:
     return {f"{place.module}.bias" for place in places.values() if place.module} - places.keys()
 
 
-def _differences(scan: Scan, wanted: Mapping[str, Place], *, is_tied: bool) -> list[str]:
-    """Return every difference between the checkpoint's tensors and the model's."""
+def differences(
+    scan: Scan, wanted: Mapping[str, Place], *, is_tied: bool, owner: str = "model"
+) -> list[str]:
+    """Return every difference between a checkpoint's tensors and those of the ``owner``."""
     if scan.named is None:
         return []
     problems = [f"{name}: missing" for name in wanted if name not in scan.named]
     problems += [
-        f"{name}: surplus, the model has no such tensor"
+        f"{name}: surplus, the {owner} has no such tensor"
         for name in sorted(scan.named - wanted.keys())
         if not name.endswith(NON_WEIGHT_SUFFIXES) and not (is_tied and name == HEAD)
     ]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from mrv1.models import DecoderModel, ModelConfig, ParallelContext
-from mrv1.models.lora import NO_LAYER, Adapter, AdapterPair, AdapterPlace, adapted_places
+from mrv1.models.lora import NO_LAYER, AdapterPair, AdapterPlace
 from mrv1.models.weights import part_rows
+
+Adapter = dict[AdapterPlace, AdapterPair]
+
+
+def adapted_places(config: ModelConfig) -> Iterator[AdapterPlace]:
+    """Yield each place of a model that an adapter may adapt."""
+    for layer in range(config.num_layers):
+        for field, (rows, _) in part_rows(config, layer).items():
+            yield from (AdapterPlace(layer, field, part) for part in range(len(rows)))
+    yield from (AdapterPlace(NO_LAYER, field) for field in ("embed", "lm_head"))
 
 
 def shapes(config: ModelConfig, place: AdapterPlace, vocab_rows: int) -> tuple[int, int]:
@@ -35,7 +45,7 @@ def random_adapter(
         )
         scaling = (1 + index % 3) * 0.5
         pairs[place] = AdapterPair(a=a * num_in**-0.5, b=b * own**-0.5, scaling=scaling)
-    return Adapter(name=f"adapter-{seed}", pairs=pairs)
+    return pairs
 
 
 def of_rank(
@@ -43,7 +53,7 @@ def of_rank(
 ) -> Adapter:
     """Return a rank's part of an adapter; its last rows of the vocabulary may be padding."""
     pairs, vocab_rows = {}, parallel.vocab_rows(whole.vocab_size)
-    for place, pair in adapter.pairs.items():
+    for place, pair in adapter.items():
         num_out, num_in = shapes(own, place, vocab_rows)
         rows, columns = parallel.part(shapes(whole, place, whole.vocab_size), (num_out, num_in))
         if place.layer == NO_LAYER:
@@ -53,12 +63,12 @@ def of_rank(
         cut_a, cut_b = pair.a[:, columns], pair.b[rows]
         a[:, : cut_a.shape[1]], b[: len(cut_b)] = cut_a, cut_b
         pairs[place] = AdapterPair(a=a, b=b, scaling=pair.scaling)
-    return Adapter(name=adapter.name, pairs=pairs)
+    return pairs
 
 
 def merge(model: DecoderModel, adapter: Adapter) -> None:
     """Add an adapter to the weights of a model on one rank, which stores plain matrices."""
-    for place, pair in adapter.pairs.items():
+    for place, pair in adapter.items():
         added = pair.scaling * (pair.b @ pair.a)
         if place.field == "embed":
             model.weights.embed.add_(added.T)

@@ -8,17 +8,10 @@ import torch
 from mrv1.errors import ConfigError
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, ModelConfig, ParallelContext, load_model
-from mrv1.models.lora import (
-    Adapter,
-    AdapterPair,
-    AdapterPlace,
-    LoraWeights,
-    StoredAdapter,
-    StoredPart,
-)
+from mrv1.models.lora import AdapterPair, AdapterPlace, LoraWeights, StoredAdapter
 from tests.models.driver import PagedDriver, blocks_needed
 from tests.models.families import save_checkpoint, tiny_config
-from tests.models.lora import merge, of_rank, random_adapter
+from tests.models.lora import Adapter, merge, of_rank, random_adapter
 from tests.thread_ranks import on_ranks
 
 FAMILIES = ("llama", "qwen2", "gemma2", "olmo2")
@@ -119,7 +112,7 @@ def test_deterministic_bits_do_not_follow_the_other_requests(llama):
 def test_a_slot_takes_another_adapter_or_none(llama):
     model = load(llama)
     first, second = (random_adapter(model.config, seed) for seed in (3, 5))
-    few = Adapter(name="few", pairs={k: v for k, v in second.pairs.items() if k.field == "o"})
+    few = {place: pair for place, pair in second.items() if place.field == "o"}
     base = logits(with_adapters(model, {}), 24)
     model.lora.load(1, first)
     of_first = logits(model, 24, [1] * 4)
@@ -147,9 +140,8 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama, place, shape_a,
     with_adapters(model, {1: adapter})
     before = logits(model, 24, [1] * 4)
     pair = AdapterPair(a=torch.zeros(shape_a), b=torch.zeros(shape_b), scaling=1.0)
-    wrong = Adapter(name="wrong", pairs={**adapter.pairs, place: pair})
     with pytest.raises(ValueError, match=message):
-        model.lora.load(1, wrong)
+        model.lora.load(1, {**adapter, place: pair})
     assert all(map(torch.equal, logits(model, 24, [1] * 4), before))
     with pytest.raises(ValueError, match="slot: expected 0 to 2, got 3"):
         model.lora.load(3, adapter)
@@ -159,7 +151,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(llama, place, shape_a,
 @pytest.mark.gpu_only
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_the_host_goes_on_while_a_pinned_adapter_is_loaded(llama):
-    part = StoredPart(a=torch.randn(2, 64), b=torch.randn(128, 2), scaling=2.0)
+    part = AdapterPair(a=torch.randn(2, 64), b=torch.randn(128, 2), scaling=2.0)
     stored = StoredAdapter(name="a", parts={"model.layers.1.self_attn.q_proj": part})
     config, dtype = ModelConfig.from_pretrained(llama), torch.bfloat16
     weights = LoraWeights.empty(config, max_loras=2, max_rank=4, device="cuda", dtype=dtype)

@@ -65,6 +65,7 @@ def mtp_config(target: ModelConfig) -> HeadConfig:
         architecture="Ernie4_5ForCausalLM",
         experts=None,
         quantization=None,
+        tie_word_embeddings=False,
     )
     return HeadConfig(kind="mtp", layer=layer, draft_vocab_size=target.vocab_size)
 
@@ -166,4 +167,4 @@ def _layer(given: object, target: ModelConfig, problems: list[str]) -> ModelConf
         own_size, size = getattr(config, name), getattr(target, name)
         if own_size != size:
             problems.append(f"{where}.{setting}: expected {size}, the target's, got {own_size}")
-    return replace(config, max_model_len=target.max_model_len)
+    return replace(config, max_model_len=target.max_model_len, tie_word_embeddings=False)

@@ -13,9 +13,10 @@ from mrv1.models.architectures import ARCHITECTURES
 from mrv1.models.checkpoint import Checkpoint, safetensors_of
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems, read_json
+from mrv1.models.lora.adapter import AdapterPair, StoredAdapter
 from mrv1.models.lora.settings import LoraSettings, read_settings
-from mrv1.models.lora.stored import EMBED_MODULE, HEAD_MODULE, StoredAdapter, StoredPart
 from mrv1.models.places import FLOAT_DTYPES
+from mrv1.models.quantization.packing import EMBED_MODULE, HEAD_MODULE
 from mrv1.models.vision import TEXT_PREFIX
 from mrv1.models.weights import EMBED, HEAD, checkpoint_tensors, empty_weights
 
@@ -89,7 +90,7 @@ def read_adapter(
         more = len(problems) - MOST_PROBLEMS
         problems = [*problems[:MOST_PROBLEMS], f"and {more} more; is it of another model?"]
     raise_problems(where, problems)
-    parts: dict[str, StoredPart] = {}
+    parts: dict[str, AdapterPair] = {}
     for each, module in targets.items():
         names = [*_tensors_of(each, module, settings.rank(each))]
         # Copies: the file may change, and a module that is several has one ``a`` for all.
@@ -97,7 +98,7 @@ def read_adapter(
         for own, rows in module.rows.items():
             is_table = own == EMBED_MODULE
             part = b if is_table else b[rows]
-            parts[own] = StoredPart(a=a, b=part, scaling=settings.scaling(each))
+            parts[own] = AdapterPair(a=a, b=part, scaling=settings.scaling(each))
     return StoredAdapter(name=name, parts=parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from mrv1.kernels.layers.lora import Adapters, LoraMatrices
 from mrv1.models.config import ModelConfig
-from mrv1.models.lora.adapter import NO_LAYER, Adapter, AdapterPair, AdapterPlace
+from mrv1.models.lora.adapter import NO_LAYER, AdapterPair, AdapterPlace
 from mrv1.models.weights import part_rows
 
 
@@ -62,16 +62,16 @@ class LoraWeights:
         """Bytes of all slots."""
         return sum(each.nbytes for each in self.places.values())
 
-    def load(self, slot: int, adapter: Adapter) -> None:
-        """Copy an adapter into a slot, in place of the one that it has.
+    def load(self, slot: int, pairs: Mapping[AdapterPlace, AdapterPair]) -> None:
+        """Copy a rank's part of an adapter into a slot, in place of the one that it has.
 
         ValueError: there is no such slot, or a pair does not fit its place; nothing is copied.
         """
         self._check_slot(slot)
-        for place, pair in adapter.pairs.items():
+        for place, pair in pairs.items():
             self._check(place, pair)
         self.clear(slot)
-        for place, pair in adapter.pairs.items():
+        for place, pair in pairs.items():
             matrices = self.places[place.layer, place.field]
             row = place.part * self.max_rank
             start = matrices.part_starts[place.part]
@@ -124,12 +124,3 @@ class TokenAdapters(NamedTuple):
 def _name(place: AdapterPlace) -> str:
     layer = "" if place.layer == NO_LAYER else f"layer {place.layer}, "
     return f"{layer}{place.field}, part {place.part}"
-
-
-def adapted_places(config: ModelConfig) -> Iterator[AdapterPlace]:
-    """Yield each place of a model that an adapter may adapt."""
-    for layer in range(config.num_layers):
-        for field, (rows, _) in part_rows(config, layer).items():
-            yield from (AdapterPlace(layer, field, part) for part in range(len(rows)))
-    yield AdapterPlace(NO_LAYER, "embed")
-    yield AdapterPlace(NO_LAYER, "lm_head")

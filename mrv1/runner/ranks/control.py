@@ -17,7 +17,7 @@ import torch
 
 from mrv1.errors import ConfigError, short
 from mrv1.models import NamedTensors
-from mrv1.models.lora import StoredAdapter, StoredPart
+from mrv1.models.lora import AdapterPair, StoredAdapter
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks.messages import CALL_SECONDS, REFUSALS, Answer, Asked
@@ -57,9 +57,9 @@ class SharedPart(NamedTuple):
     b: Piece
     scaling: float
 
-    def of(self, shared: SharedMemory) -> StoredPart:
+    def of(self, shared: SharedMemory) -> AdapterPair:
         """Return the part, views of the memory."""
-        return StoredPart(a=self.a.of(shared), b=self.b.of(shared), scaling=self.scaling)
+        return AdapterPair(a=self.a.of(shared), b=self.b.of(shared), scaling=self.scaling)
 
 
 class RankControl:
