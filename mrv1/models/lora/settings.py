@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mrv1.errors import ConfigError, short
 from mrv1.models.files import raise_problems
+from mrv1.options import Range, instances, integers, is_number
 
 ALL_LINEAR = "all-linear"
 """``target_modules`` of every linear module but the head."""
@@ -166,24 +167,22 @@ def _refused(raw: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: expected no setting that mrv1 does not know, got {short(value)}"
 
 
-def _rank(value: object) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError("an integer >= 1")
-    return value
+def _within(allowed: Range) -> Callable[[Any], Any]:
+    def read(value: object) -> object:
+        if not allowed.holds(value):
+            raise ValueError(allowed.expected)
+        return value
+
+    return read
 
 
-def _alpha(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("a finite number")
-    if not abs(value) <= sys.float_info.max:  # NaN, or an integer that may be larger
-        raise ValueError("a finite number")
-    return value
+def _is_finite(value: object) -> bool:
+    return is_number(value) and abs(value) <= sys.float_info.max  # an integer may be larger
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false")
-    return value
+_rank = _within(integers(1))
+_alpha = _within(Range("a finite number", _is_finite))
+_BIASES = ("none", "all", "lora_only")
 
 
 def _names(value: object) -> tuple[str, ...]:
@@ -230,38 +229,27 @@ def _layer_names(value: object) -> tuple[str, ...]:
     return _patterns([value] if isinstance(value, str) and value else value or [])
 
 
-def _ranks(value: object) -> dict[str, int]:
-    return {name: _rank(each) for name, each in _by_pattern(value)}
+def _by_pattern(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_all(value: object) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise ValueError("values by patterns of names")
+        return {_inner_pattern(pattern): read(each) for pattern, each in value.items()}
+
+    return read_all
 
 
-def _alphas(value: object) -> dict[str, float]:
-    return {name: _alpha(each) for name, each in _by_pattern(value)}
-
-
-def _by_pattern(value: object) -> list[tuple[str, object]]:
-    if not isinstance(value, dict):
-        raise ValueError("values by patterns of names")
-    return [(_inner_pattern(pattern), each) for pattern, each in value.items()]
-
-
-def _bias(value: object) -> str:
-    if value not in ("none", "all", "lora_only"):
-        raise ValueError("'none', 'all' or 'lora_only'")
-    return str(value)
-
-
-_READ = {
+_READ: dict[str, Callable[[Any], Any]] = {
     "r": _rank,
     "lora_alpha": _alpha,
-    "use_rslora": _flag,
-    "rank_pattern": _ranks,
-    "alpha_pattern": _alphas,
+    "use_rslora": _within(instances(bool, "true or false")),
+    "rank_pattern": _by_pattern(_rank),
+    "alpha_pattern": _by_pattern(_alpha),
     "target_modules": _modules,
     "exclude_modules": _modules,
     "modules_to_save": _patterns,
     "layers_to_transform": _layers,
     "layers_pattern": _layer_names,
-    "bias": _bias,
+    "bias": _within(Range("'none', 'all' or 'lora_only'", _BIASES.__contains__)),
 }
 """By setting, the function that reads it; ValueError: what is expected."""
 
