@@ -8,24 +8,22 @@ It is here to be read and changed: one model, text alone, no keys, no tools, no 
 lacks it refuses by name. To serve, run vLLM's server with mrv1's worker (docs/vllm.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import gc
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from mrv1 import AsyncLLM, CapacityError, Mrv1Error, RequestError, RequestOutput, SamplingParams
@@ -33,7 +31,7 @@ from mrv1 import StructuredOutputsParams as Form
 
 Body = dict[str, Any]
 Outputs = AsyncGenerator[RequestOutput, None]
-T = TypeVar("T")
+Sent = dict[int, tuple[str, str | None]]  # text and finish_reason of each choice
 SAMPLING = (  # passed on: OpenAI's names, and vLLM's (``extra_body`` of the client)
     "temperature", "top_p", "n", "stop", "seed", "max_tokens", "presence_penalty",
     "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens",
@@ -47,46 +45,43 @@ STATUS = {RequestError: 400, CapacityError: 429, Mrv1Error: 500, RuntimeError: 5
 
 
 def sampling_params(body: Body, default: SamplingParams) -> SamplingParams:
-    """Return the parameters of a request; RequestError: a field is unknown or out of range."""
-    if unknown := sorted(body.keys() - set(SAMPLING) - set(OTHERS)):
-        raise RequestError(f"{unknown[0]}: expected a field that this example has, got another")
+    """Return the parameters of a request; RequestError: a field is out of range."""
     given = {name: body[name] for name in SAMPLING if name in body}
     if "max_completion_tokens" in body:
         given["max_tokens"] = body["max_completion_tokens"]
-    if isinstance(given.get("logit_bias"), dict):  # the keys of JSON are texts
-        with suppress(ValueError):  # SamplingParams refuses those that are no numbers
-            given["logit_bias"] = {int(key): bias for key, bias in given["logit_bias"].items()}
+    bias = given.get("logit_bias")
+    if isinstance(bias, dict) and all(key.isdecimal() and len(key) < 9 for key in bias):
+        given["logit_bias"] = {int(key): value for key, value in bias.items()}  # JSON's are texts
     match body.get("response_format"):
         case None | {"type": "text"}:
-            form = None
+            pass
         case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            form = Form(json=schema)
+            given["structured_outputs"] = Form(json=schema)
         case {"type": "json_object"}:
-            form = Form(json_object=True)
+            given["structured_outputs"] = Form(json_object=True)
         case other:
             raise RequestError(f"response_format: expected text or a form of JSON, got {other}")
-    return replace(default, structured_outputs=form, **given)
+    return replace(default, **given)
 
 
-def check_texts(messages: object) -> None:
-    """Refuse images: ``LLM.chat`` would open the file that a client names."""
-    for message in messages if isinstance(messages, list) else []:
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else []:
-            if isinstance(part, dict) and part.get("type") != "text":
-                raise RequestError(f"messages: expected parts that are text, got {part}")
+def choices(kind: str, outputs: list[RequestOutput], sent: Sent) -> list[Body]:
+    """Return outputs, as far as they have not been ``sent``, in the form of a route."""
+    new = []
+    for number, output in enumerate(outputs):
+        for each in output.outputs:
+            index, now = number * len(output.outputs) + each.index, (each.text, each.finish_reason)
+            before, sent[index] = sent.get(index), now
+            if now != (before or ("", None)):
+                text = each.text[len(before[0]) if before else 0 :]
+                content: Body = {"text": text}
+                if kind.startswith("chat"):  # a client adds up all texts of a stream: one role
+                    message = ({} if before else {"role": "assistant"}) | {"content": text}
+                    content = {"delta" if kind.endswith("chunk") else "message": message}
+                new.append({"index": index, "finish_reason": now[1], "logprobs": None} | content)
+    return new
 
 
-def choice(kind: str, index: int, text: str, reason: str | None, is_first: bool = True) -> Body:
-    """Return an output, or what is new in it, in the form of its route."""
-    content: Body = {"text": text}
-    if kind.startswith("chat"):  # a client adds up all texts of a stream: one role
-        message = ({"role": "assistant"} if is_first else {}) | {"content": text}
-        content = {"delta" if kind.endswith("chunk") else "message": message}
-    return {"index": index, "finish_reason": reason, "logprobs": None} | content
-
-
-def usage(*outputs: RequestOutput) -> Body:
+def usage(outputs: list[RequestOutput]) -> Body:
     """Return the numbers of tokens of requests."""
     read = sum(len(output.prompt_token_ids) for output in outputs)
     written = sum(len(each.token_ids) for output in outputs for each in output.outputs)
@@ -95,75 +90,43 @@ def usage(*outputs: RequestOutput) -> Body:
     return {"prompt_tokens": read, "completion_tokens": written} | total
 
 
-def answer(body: Body, status: int = 200) -> Response:
-    """Return JSON, in ASCII: an error may quote a text that is not Unicode."""
-    return Response(json.dumps(body), status, media_type="application/json")
-
-
-def error_body(error: Exception) -> tuple[Body, int]:
-    """Return an error in OpenAI's form, and its status."""
+def failed(_: Request | None, error: Exception) -> JSONResponse:
+    """Answer with an error in OpenAI's form."""
     status = next(code for kind, code in STATUS.items() if isinstance(error, kind))
-    message = str(error)
-    if isinstance(error, HTTPException):
-        status, message = error.status_code, error.detail
+    status, text = getattr(error, "status_code", status), str(getattr(error, "detail", error))
     kind = "invalid_request_error" if status < 429 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}, status
+    message = text.encode(errors="backslashreplace").decode()  # it may quote half a character
+    return JSONResponse({"error": {"message": message, "type": kind, "code": None}}, status)
 
 
-async def failed(_: Request, error: Exception) -> Response:
-    """Answer with an error."""
-    return answer(*error_body(error))
-
-
-async def last_of(outputs: Outputs) -> RequestOutput:
-    """Return the finished output of a request."""
-    async for output in outputs:
-        last = output
+async def last_of(request: Request, outputs: Outputs) -> RequestOutput:
+    """Return the finished output of a request; it is aborted if the client goes."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            last = output
+            if await request.is_disconnected():
+                raise ClientDisconnect
     return last
-
-
-async def unless_gone(request: Request, *work: Awaitable[T]) -> list[T]:
-    """Return all results; the first error, or the end of the client, cancels what still runs."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    done, gone = asyncio.gather(*tasks), asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({done, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not done.done():
-            raise ClientDisconnect
-        return done.result()
-    finally:
-        for task in (gone, *tasks):
-            task.cancel()
 
 
 async def events(
     head: Body, output: RequestOutput, outputs: Outputs, with_usage: bool
 ) -> AsyncIterator[str]:
     """Yield what is new in each output as an event, then the usage and the end."""
-    sent: dict[int, int | None] = {}  # characters of each output; None = it has ended
+    sent: Sent = {}
     try:
         async with aclosing(outputs):  # if the client goes, the request is aborted
             while True:
-                for each in output.outputs:
-                    i, reason, start = each.index, each.finish_reason, sent.get(each.index, 0)
-                    if start is not None and (reason or len(each.text) > start):
-                        text, is_first = each.text[start:], i not in sent
-                        new = choice(head["object"], i, text, reason, is_first)
-                        sent[i] = None if reason else len(each.text)
-                        yield event(head | {"choices": [new]})
+                if new := choices(head["object"], [output], sent):
+                    yield f"data: {json.dumps(head | {'choices': new})}\n\n"
                 if output.finished:
                     break
                 output = await anext(outputs)
         if with_usage:
-            yield event(head | {"choices": [], "usage": usage(output)})
+            yield f"data: {json.dumps(head | {'choices': [], 'usage': usage([output])})}\n\n"
     except (Mrv1Error, RuntimeError) as error:  # too late for a status
-        yield event(error_body(error)[0])
+        yield f"data: {bytes(failed(None, error).body).decode()}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def event(body: Body) -> str:
-    """Return a server-sent event."""
-    return f"data: {json.dumps(body)}\n\n"
 
 
 async def body_of(request: Request, model: str) -> Body:
@@ -174,58 +137,62 @@ async def body_of(request: Request, model: str) -> Body:
         raise RequestError(f"body: expected JSON, got {error}") from error
     if not isinstance(given, dict):
         raise RequestError(f"body: expected an object, got {given!r:.60}")
-    body = {name: value for name, value in given.items() if value is not None}
+    body = {"stream": False, "stream_options": {}}
+    body |= {name: value for name, value in given.items() if value is not None}
     if body.get("model") != model:
         raise HTTPException(404, f"model: expected {model!r}, got {body.get('model')!r:.60}")
+    if unknown := sorted(body.keys() - {*SAMPLING, *OTHERS}):
+        raise RequestError(f"{unknown[0]}: expected a field that this example has, got another")
     for name, kind in (("stream", bool), ("stream_options", dict)):
-        if not isinstance(body.get(name, kind()), kind):
+        if not isinstance(body[name], kind):
             raise RequestError(f"{name}: expected a {kind.__name__}, got {body[name]!r:.60}")
+    for message in body["messages"] if isinstance(body.get("messages"), list) else []:
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict) and part.get("type") != "text":  # a file may be named
+                raise RequestError(f"messages: expected parts that are text, got {part}")
     return body
 
 
 def make_app(llm: AsyncLLM, model: str) -> Starlette:
     """Return the application that serves an engine, which it shuts down at its end."""
 
-    async def models(_: Request) -> Response:
-        only = {"id": model, "object": "model", "created": 0, "owned_by": "mrv1"}
-        return answer({"object": "list", "data": [only]})
-
     async def complete(request: Request) -> Response:
-        body = await body_of(request, model)
-        default = llm.get_default_sampling_params()
+        body, default = await body_of(request, model), llm.get_default_sampling_params()
         kind, prompts = "text_completion", body.get("prompt")
         if request.url.path == "/v1/chat/completions":
             kind, default.max_tokens = "chat.completion", None  # up to the end of the context
             variables = body.get("chat_template_kwargs")
-            check_texts(body.get("messages"))
             prompts = llm.chat_prompt(body.get("messages"), chat_template_kwargs=variables)
         if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list)):
             prompts = [prompts]
-        params = sampling_params(body, default)
         head = {"id": uuid4().hex, "object": kind, "created": int(time.time()), "model": model}
+        params = sampling_params(body, default)
         requests = [llm.generate(prompt, params) for prompt in prompts]
-        if not body.get("stream"):
-            done = await unless_gone(request, *map(last_of, requests))
-            choices = [
-                choice(kind, i * params.n + each.index, each.text, each.finish_reason)
-                for i, output in enumerate(done) for each in output.outputs
-            ]  # fmt: skip
-            return answer(head | {"choices": choices, "usage": usage(*done)})
-        if len(requests) != 1:
-            raise RequestError(f"prompt: expected one with stream=true, got {len(requests)}")
-        head["object"] += ".chunk" if kind == "chat.completion" else ""
-        (first,) = await unless_gone(request, anext(requests[0]))  # a refusal is still a status
-        with_usage = bool(body.get("stream_options", {}).get("include_usage"))
-        chunks = events(head, first, requests[0], with_usage)
-        return StreamingResponse(chunks, media_type="text/event-stream")
+        if body["stream"]:
+            if len(requests) != 1:
+                raise RequestError(f"prompt: expected one with stream=true, got {len(requests)}")
+            head["object"] += ".chunk" if kind == "chat.completion" else ""
+            first = await anext(requests[0])  # a refusal is still a status
+            with_usage = bool(body["stream_options"].get("include_usage"))
+            stream = events(head, first, requests[0], with_usage)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        try:
+            async with asyncio.TaskGroup() as group:  # the first error ends all
+                tasks = [group.create_task(last_of(request, each)) for each in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        done = [task.result() for task in tasks]
+        return JSONResponse(head | {"choices": choices(kind, done, {}), "usage": usage(done)})
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with llm:
             yield
 
+    only = {"id": model, "object": "model", "created": 0, "owned_by": "mrv1"}
     routes = [
-        Route("/v1/models", models),
+        Route("/v1/models", JSONResponse({"object": "list", "data": [only]})),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
@@ -234,18 +201,13 @@ def make_app(llm: AsyncLLM, model: str) -> Starlette:
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
-def main() -> None:
-    """Load the model and serve it."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen3-0.6B", help="as for LLM")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--max-num-queued-reqs", type=int, default=1024, help="beyond: status 429")
-    arguments = parser.parse_args()
-    llm = AsyncLLM(arguments.model, max_num_queued_reqs=arguments.max_num_queued_reqs)
+    given = parser.parse_args()
+    llm = AsyncLLM(given.model, max_num_queued_reqs=given.max_num_queued_reqs)
     gc.freeze()  # a full collection of all that torch has imported takes longer than a step
-    uvicorn.run(make_app(llm, arguments.model), host=arguments.host, port=arguments.port)
-
-
-if __name__ == "__main__":
-    main()
+    uvicorn.run(make_app(llm, given.model), host=given.host, port=given.port)
