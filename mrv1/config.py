@@ -329,7 +329,7 @@ class EngineConfig:
     """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
     heads streams, the leading ones; also ``full_layers_every``),
     ``ranking=report.json,budget=0.5`` (the most important half of the heads stays full), the JSON
-    file of a ``HeadPolicy``, the folder of a DuoAttention pattern (half of the heads stream), or a
+    file of a ``HeadPolicy`` (``LLM`` also takes the policy itself), the folder of a DuoAttention pattern (half of the heads stream), or a
     checkpoint whose ``config.json`` has FastDeploy's fields or RTPurbo's. Default: the environment
     variable ``MRV1_HEAD_POLICY``, else the fields of the model's own checkpoint, else each head
     sees all tokens that its layer sees."""

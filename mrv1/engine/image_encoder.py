@@ -16,32 +16,25 @@ R = TypeVar("R")
 class ImageEncoder:
     """Encodes for one thread at a time, which takes no turn of the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         self._encoder: VisionEncoder | None = None
         self._turns = Turns()
 
     def encode(
-        self,
-        config: EngineConfig,
-        token_ids: Sequence[int],
-        images: Sequence[object],
-        videos: Sequence[Video],
+        self, token_ids: Sequence[int], images: Sequence[object], videos: Sequence[Video]
     ) -> dict[str, Any]:
         """Return a prompt with images, as ``VisionEncoder.prompt`` does."""
+        return self._refusing(lambda: self._loaded().prompt(token_ids, images, videos), videos)
 
-        def encoded() -> dict[str, Any]:
-            return self._loaded(config).prompt(token_ids, images, videos)
-
-        return self._refusing(encoded, videos)
-
-    def load(self, config: EngineConfig, videos: Sequence[Video]) -> None:
+    def load(self, videos: Sequence[Video]) -> None:
         """Load the encoder; RequestError: the model has none that mrv1 can load."""
-        self._refusing(lambda: self._loaded(config), videos)
+        self._refusing(self._loaded, videos)
 
-    def _loaded(self, config: EngineConfig) -> VisionEncoder:
+    def _loaded(self) -> VisionEncoder:
         if self._encoder is None:
             self._encoder = VisionEncoder(
-                config.model, device=config.vision_device, dtype=config.dtype
+                self._config.model, device=self._config.vision_device, dtype=self._config.dtype
             )
         return self._encoder
 

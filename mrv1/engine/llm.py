@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast
 
 from mrv1.engine.adapter_calls import AdapterCalls
 from mrv1.engine.adapters import LoRARequest
-from mrv1.engine.chat import ChatOptions, ChatTemplate, Message, split_conversations
+from mrv1.engine.chat import (
+    ChatOptions,
+    ChatTemplate,
+    ChatTemplateError,
+    Message,
+    split_conversations,
+)
 from mrv1.engine.core import EngineCore
 from mrv1.engine.guards import in_turn, reports
 from mrv1.engine.image_encoder import ImageEncoder
@@ -27,7 +33,7 @@ from mrv1.engine.prompts import (
 from mrv1.engine.reports import Metrics
 from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
-from mrv1.engine.tokenizer import ChatTemplateError, Tokenizer
+from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError
 from mrv1.from_vllm import ARGUMENTS, OtherArguments, check_arguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
@@ -108,7 +114,7 @@ class LLM(AdapterCalls):
             logger.info("%s", self._defaults.description)
         self.shared = SharedEngine(core, self._tokenizer)  # the engine as the threads share it
         self._turns = self.shared.turns
-        self._images = ImageEncoder()
+        self._images = ImageEncoder(config)
 
     if not TYPE_CHECKING:  # a checker of types shall find misspelt names
         __getattr__ = refuse_attribute
@@ -159,21 +165,40 @@ class LLM(AdapterCalls):
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
         check_arguments(others, RequestError)
+        single = is_prompt(prompts)
+        batch = cast("list[Prompt]", [prompts] if single else list(prompts or ()))
+        return self._generate(
+            batch, sampling_params, single=single, use_tqdm=use_tqdm,
+            priority=0 if priority is None else priority, fairness_id=fairness_id,
+            lora_request=lora_request,
+        )  # fmt: skip
+
+    def _generate(
+        self,
+        batch: Sequence[Prompt | RequestError],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        single: bool,
+        use_tqdm: UseTqdm,
+        lora_request: object,
+        priority: object = 0,
+        fairness_id: object = "",
+    ) -> list[RequestOutput]:
+        """Return the outputs of prompts, or of the errors with which some were refused."""
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise RequestError(
                 f"use_tqdm: expected True, False or a class such as tqdm, got {short(use_tqdm)}"
             )
-        single = is_prompt(prompts)
-        batch = cast("list[Prompt]", [prompts] if single else list(prompts or ()))
-        default = self.get_default_sampling_params()
-        params = params_per_prompt(sampling_params, len(batch), default)
-        priorities = per_prompt("priority", 0 if priority is None else priority, len(batch))
+        params = params_per_prompt(sampling_params, len(batch), self.get_default_sampling_params())
+        priorities = per_prompt("priority", priority, len(batch))
         fairness_ids = per_prompt("fairness_id", fairness_id, len(batch))
         adapters = per_prompt("lora_request", lora_request, len(batch))
         outputs: list[RequestOutput | None] = [None] * len(batch)
         given: dict[int, Submission] = {}
         for row, prompt in enumerate(batch):
             try:
+                if isinstance(prompt, RequestError):
+                    raise prompt
                 given[row] = Submission.copied(
                     prompt, params[row], priorities[row], fairness_ids[row], adapters[row]
                 )
@@ -276,39 +301,25 @@ class LLM(AdapterCalls):
         """
         batch, single = split_conversations(messages)
         template = self._template(options)
-        if single:
-            prompt = with_items(template.prompt(messages), multimodal)
-            return self.generate(
-                prompt, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request
-            )
-        items: object = [None] * len(batch) if multimodal is None else multimodal
+        items: object = [multimodal] if single else multimodal
+        if items is None:
+            items = [None] * len(batch)
         if not isinstance(items, Sequence) or len(items) != len(batch):
             raise RequestError(
                 f"multimodal: expected a list of {len(batch)} lists, one for each conversation, "
                 f"got {short(multimodal)}"
             )
-        default = self.get_default_sampling_params()
-        params = params_per_prompt(sampling_params, len(batch), default)
-        adapters = per_prompt("lora_request", lora_request, len(batch))
-        prompts: dict[int, Prompt] = {}
-        errors: dict[int, RequestError] = {}
-        for row, conversation in enumerate(batch):
+        prompts: list[Prompt | RequestError] = []
+        for conversation, own in zip(batch, items, strict=True):
             try:
-                prompts[row] = with_items(template.prompt(conversation), items[row])
-            except ChatTemplateError:
-                raise
+                prompts.append(with_items(template.prompt(conversation), own))
             except RequestError as error:
-                errors[row] = error
-        outputs = iter(
-            self.generate(
-                list(prompts.values()), [params[row] for row in prompts], use_tqdm=use_tqdm,
-                lora_request=[adapters[row] for row in prompts],
-            )
-        )  # fmt: skip
-        return [
-            refused(self.shared.new_id(), None, errors[row]) if row in errors else next(outputs)
-            for row in range(len(batch))
-        ]
+                if single or isinstance(error, ChatTemplateError):
+                    raise
+                prompts.append(error)
+        return self._generate(
+            prompts, sampling_params, single=single, use_tqdm=use_tqdm, lora_request=lora_request
+        )
 
     def stream_chat(
         self,
@@ -334,8 +345,8 @@ class LLM(AdapterCalls):
         own = translated(options, ARGUMENTS, "an argument of chat", RequestError)
         return ChatTemplate(
             tokenizer=self._tokenizer,
-            encode_visuals=lambda *visuals: self._images.encode(self.engine.config, *visuals),
-            check_visuals=lambda videos: self._images.load(self.engine.config, videos),
+            encode_visuals=self._images.encode,
+            check_visuals=self._images.load,
             **own,
         )
 

@@ -25,13 +25,6 @@ class LLMOptions(EngineConfig):
 
     model: str = field(kw_only=False)
     head_policy: HeadPolicy | str | Path | None = None  # type: ignore[assignment]
-    """Which tokens each KV head sees: a policy; ``ratio=0.5,window=256,sink=64`` (that share of
-    each layer's heads streams, the leading ones; also ``full_layers_every``),
-    ``ranking=report.json,budget=0.5`` (the most important half of the heads stays full), the JSON
-    file of a policy, the folder of a DuoAttention pattern (half of the heads stream), or a
-    checkpoint whose ``config.json`` has FastDeploy's fields or RTPurbo's. Default: the environment
-    variable ``MRV1_HEAD_POLICY``, else the fields of the model's own checkpoint, else each head
-    sees all tokens that its layer sees."""
     logits_processors: Sequence[LogitsProcessor] = ()
     """The caller's own processors, which edit the logits of every step."""
     override_generation_config: Mapping[str, Any] | None = None

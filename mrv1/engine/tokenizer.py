@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import logging
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
@@ -17,9 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mrv1.errors import ConfigError, RequestError
 from mrv1.models import Checkpoint
 from mrv1.models.tokenizer import TOKENIZER_FILES
-from mrv1.sampler.params import short
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from mrv1.multimodal import MultimodalItem
@@ -43,22 +36,18 @@ class ChatPrompt(str):
     """Images and videos of the prompt."""
 
 
-class ChatTemplateError(RequestError):
-    """A chat template that cannot be parsed, so that no conversation has a prompt."""
-
-
 class Tokenizer:
     """The tokenizer of one checkpoint; a checkpoint without one takes and gives token ids only."""
 
     def __init__(self, path: Path | None) -> None:
         """Load the tokenizer at ``path`` (None = none); ConfigError: its files are damaged."""
-        self._path = path
+        self.path = path
         self._tokenizer: Any = None
         self._byte_tokens: list[int] = []  # [256] by byte, with byte fallback; else empty
         self._byte_of_token: dict[int, int] = {}
         self._gives_text: dict[int, bool] = {}  # token -> whether it gives text, as found
         self._token_texts: dict[int, str] = {}  # token -> its text, as found
-        self._without_tools: set[str] = set()  # templates that were warned of
+        self.without_tools: set[str] = set()  # chat templates that were warned of
         self._skips_special = True
         self._joined: frozenset[int] = frozenset()  # added tokens without a space between two
         self._variants: dict[tuple[bool, bool], Tokenizer] = {}
@@ -91,7 +80,7 @@ class Tokenizer:
         """The tokenizer of transformers; a ConfigError if the checkpoint has none."""
         if self._tokenizer is None:
             raise ConfigError(
-                f"tokenizer: expected one of {', '.join(TOKENIZER_FILES)} in {str(self._path)!r}, "
+                f"tokenizer: expected one of {', '.join(TOKENIZER_FILES)} in {str(self.path)!r}, "
                 "found none"
             )
         return self._tokenizer
@@ -123,161 +112,18 @@ class Tokenizer:
             return list(text.token_ids)
         if self._tokenizer is None:
             raise RequestError(
-                f"prompt: expected token ids, because {str(self._path)!r} has no tokenizer, "
+                f"prompt: expected token ids, because {str(self.path)!r} has no tokenizer, "
                 "got text"
             )
-        _check_unicode("prompt", text)
+        check_unicode("prompt", text)
         ids: list[int] = self._tokenizer.encode(
             str(text), add_special_tokens=not isinstance(text, ChatPrompt)
         )
         return ids
 
-    def check_chat_template(
-        self,
-        chat_template: str | None,
-        tools: list[Any] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Raise unless there is a tokenizer, and a template for a conversation's options.
-
-        RequestError: the tokenizer or the template is missing, the text is no template, or a
-        variable has the name of an option of ``apply_chat_template``.
-        """
-        if self._tokenizer is None:
-            raise RequestError(
-                f"messages: expected a checkpoint with a tokenizer, got {str(self._path)!r}, "
-                "which has none"
-            )
-        own = self._tokenizer.chat_template
-        if chat_template is None and not own:
-            raise RequestError(
-                f"chat_template: expected one, because {str(self._path)!r} has none of its own, "
-                "got None; pass a template (mrv1 chat: --chat-template FILE), or take a model "
-                "that was trained for chat"
-            )
-        names = ", ".join(sorted(own)) if isinstance(own, dict) else "none"
-        try:
-            text = self._tokenizer.get_chat_template(chat_template, tools)
-        except ValueError as error:
-            raise RequestError(
-                f"chat_template: expected one of the checkpoint's templates ({names}), because "
-                "none of them is the default, got None"
-            ) from error
-        if chat_template and "{" not in text:
-            raise RequestError(
-                f"chat_template: expected a template's text or the name of one of the "
-                f"checkpoint's templates ({names}), got {short(chat_template)}"
-            )
-        if tools and "tools" not in text and text not in self._without_tools:
-            self._without_tools.add(text)
-            logger.warning("tools: the chat template describes no tools to the model: no effect")
-        for name in variables or ():
-            if not isinstance(name, str):
-                raise RequestError(
-                    f"chat_template_kwargs: expected names of variables, got {short(name)}"
-                )
-            if name != "documents" and name in self._chat_options:
-                raise RequestError(
-                    f"chat_template_kwargs: expected variables of the template, got {name!r}, an "
-                    "option of transformers' apply_chat_template"
-                )
-
-    @property
-    def _chat_options(self) -> Mapping[str, Any]:
-        """Options of transformers' ``apply_chat_template``."""
-        return inspect.signature(self._tokenizer.apply_chat_template).parameters
-
-    def chat_prompt(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: list[Any] | None,
-        chat_template: str | None,
-        add_generation_prompt: bool,
-        continue_final_message: bool | str,
-        variables: Mapping[str, Any],
-        sanitize_control_tokens: bool,
-    ) -> ChatPrompt:
-        """Return a conversation as the chat template writes it.
-
-        RequestError: the template refuses the conversation or fails, or a control token of it
-        cannot be encoded as text. ChatTemplateError: the template cannot be parsed.
-        """
-        from jinja2 import TemplateError, TemplateSyntaxError  # transformers imports it as late
-
-        apply = partial(
-            self._tokenizer.apply_chat_template,
-            messages,
-            tools=tools,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **variables,
-        )
-        hint = ""
-        try:
-            prompt = ChatPrompt(apply(tokenize=False))
-            if not sanitize_control_tokens or "sanitize_control_tokens" not in self._chat_options:
-                return prompt
-            template = self._tokenizer.get_chat_template(chat_template, tools)
-            self._check_hidden_tokens(messages, (messages, tools, variables), template)
-            if self._has_added_tokens((messages, tools, variables)):
-                _check_unicode("prompt", prompt)
-                hint = "; sanitize_control_tokens=False encodes control tokens of messages as such"
-                ids = apply(tokenize=True, return_dict=False, sanitize_control_tokens=True)
-                # A template may take control tokens out itself, such as an earlier answer's
-                # reasoning with the whitespace around it, which it does not find in this mode.
-                if self._added_tokens(ids) != self._added_tokens(self.encode(prompt)):
-                    prompt.token_ids = ids
-        except RequestError:  # the text is not valid Unicode, or hides a control token
-            raise
-        except Exception as error:  # a template is a program: it may fail in any way
-            reason = " ".join(str(error).split())
-            if not isinstance(error, TemplateError) or not reason:
-                reason = f"{type(error).__name__}: {reason}"
-            kind = ChatTemplateError if isinstance(error, TemplateSyntaxError) else RequestError
-            raise kind(f"chat_template: {reason}{hint}") from error
-        return prompt
-
-    def _added_tokens(self, token_ids: Sequence[int]) -> Counter[int]:
-        """Return how often each added token is in ``token_ids``."""
-        added = set(self._tokenizer.added_tokens_encoder.values())
-        return Counter(token for token in token_ids if token in added)
-
-    def _has_added_tokens(self, value: object) -> bool:
-        """Whether a text in ``value`` has an added token, which can be encoded as text."""
-        texts = "\0".join(_strings(value))
-        return any(token in texts for token in self._tokenizer.added_tokens_encoder)
-
-    def _check_hidden_tokens(
-        self, messages: Sequence[dict[str, Any]], value: object, template: str
-    ) -> None:
-        """Raise if a control token is in a key of ``value``, or begins in one part of a content.
-
-        transformers encodes neither as text.
-        """
-        joined = [
-            [part.get("text", "") for part in message["content"]]
-            for message in messages
-            if isinstance(message.get("content"), list)
-        ]
-        keys = "\0".join(_strings(value, keys=True))
-        for added in self._tokenizer.added_tokens_decoder.values():
-            token = added.content
-            if not added.special and (token.isspace() or token not in template):
-                continue
-            if token in keys or any(
-                "".join(texts).count(token) > sum(text.count(token) for text in texts)
-                for texts in joined
-            ):
-                raise RequestError(
-                    f"chat_template: expected control tokens within one text, got {token!r} in a "
-                    "key or in two parts; sanitize_control_tokens=False encodes it as such"
-                )
-
     def encode_word(self, text: str) -> list[int]:
         """Return a text's token ids, without special tokens; RequestError: it is not Unicode."""
-        _check_unicode("bad_words", text)
+        check_unicode("bad_words", text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -361,20 +207,8 @@ class Tokenizer:
 NO_TOKENIZER = Tokenizer(None)  # gives no text
 
 
-def _strings(value: object, *, keys: bool = False) -> Iterator[str]:
-    """Yield the texts in a JSON value, or the keys of its dicts."""
-    if isinstance(value, Mapping):
-        if keys:
-            yield from map(str, value)
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _strings(each, keys=keys)
-    elif isinstance(value, str) and not keys:
-        yield value
-
-
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
+    """Raise a RequestError unless a text can be encoded."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
