@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engines.serving import ENGINES, ServingBench, run_workloads
-from mrv1.cli.console import INTERRUPTED
-from mrv1.cli.results import write_result
+from mrv1.cli.console import INTERRUPTED, write_result
 
 LONG: dict[str, Any] = {
     "num_conversations": 16, "input_len": 8000, "input_sigma": 0.0, "output_sigma": 0.0,

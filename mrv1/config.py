@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast, get_args
 
 from mrv1.environment import (
-    BAD_WORDS_LEN_VARIABLE,
-    COMPILE_PROCESSES_VARIABLE,
-    DEBUG_SYNC_VARIABLE,
-    DEBUG_VARIABLE,
-    HEAD_POLICY_VARIABLE,
     INT32_MAX,
-    MAX_BAD_WORDS_VARIABLE,
-    MAX_STOP_SEQS_VARIABLE,
-    STOP_SEQS_LEN_VARIABLE,
     VARIABLES,
     name_errors,
 )
@@ -324,15 +316,15 @@ class EngineConfig:
     ``max_num_batched_tokens`` rows, at least 8192; a model without a vision encoder allocates it
     with the first item."""
     head_policy: Annotated[str | None, texts("a file, a folder or a rule", ".*")] = field(
-        default_factory=VARIABLES[HEAD_POLICY_VARIABLE]
+        default_factory=VARIABLES["MRV1_HEAD_POLICY"]
     )
     """Which tokens each KV head sees: ``ratio=0.5,window=256,sink=64`` (that share of each layer's
     heads streams, the leading ones; also ``full_layers_every``),
     ``ranking=report.json,budget=0.5`` (the most important half of the heads stays full), the JSON
-    file of a ``HeadPolicy`` (``LLM`` also takes the policy itself), the folder of a DuoAttention pattern (half of the heads stream), or a
-    checkpoint whose ``config.json`` has FastDeploy's fields or RTPurbo's. Default: the environment
-    variable ``MRV1_HEAD_POLICY``, else the fields of the model's own checkpoint, else each head
-    sees all tokens that its layer sees."""
+    file of a ``HeadPolicy`` (``LLM`` also takes the policy itself), the folder of a DuoAttention
+    pattern (half of the heads stream), or a checkpoint whose ``config.json`` has FastDeploy's
+    fields or RTPurbo's. Default: the environment variable ``MRV1_HEAD_POLICY``, else the fields of
+    the model's own checkpoint, else each head sees all tokens that its layer sees."""
     window_recycling: bool = True
     """Free the blocks that heads with a window no longer see. If off, and always with FlashInfer,
     all heads share one block table and keep all blocks."""
@@ -381,7 +373,7 @@ class EngineConfig:
     max_lora_rank: Annotated[int, integers(1, MAX_LORA_RANK)] = 16
     """Largest rank of an adapter, up to 512: what a slot has room for."""
     compile_processes: Annotated[int | None, counts(0)] = field(
-        default_factory=VARIABLES[COMPILE_PROCESSES_VARIABLE]
+        default_factory=VARIABLES["MRV1_COMPILE_PROCESSES"]
     )
     """Processes that compile kernels at start-up, while weights load, if Triton's cache lacks
     them; 0 compiles each kernel when it is first launched. Default: the environment variable
@@ -390,14 +382,14 @@ class EngineConfig:
     """Compute logits whose bits depend on a request's tokens alone, not on other requests, on
     chunks, or on whether 1, 2, 4 or 8 ranks compute them. It is slower, and not possible with the
     ``quarter`` scales of ``kv_scale``, or with adapters on several ranks."""
-    max_bad_words_num: Count = field(default_factory=VARIABLES[MAX_BAD_WORDS_VARIABLE])
+    max_bad_words_num: Count = field(default_factory=VARIABLES["MRV1_MAX_BAD_WORDS_NUM"])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""
-    bad_words_max_len: Count = field(default_factory=VARIABLES[BAD_WORDS_LEN_VARIABLE])
+    bad_words_max_len: Count = field(default_factory=VARIABLES["MRV1_BAD_WORDS_MAX_LEN"])
     """Most tokens of a bad word. Default: ``MRV1_BAD_WORDS_MAX_LEN``, else 8."""
-    max_stop_seqs_num: Count = field(default_factory=VARIABLES[MAX_STOP_SEQS_VARIABLE])
+    max_stop_seqs_num: Count = field(default_factory=VARIABLES["MRV1_MAX_STOP_SEQS_NUM"])
     """Most stop token sequences per request. Default: ``MRV1_MAX_STOP_SEQS_NUM``, else 5."""
-    stop_seqs_max_len: Count = field(default_factory=VARIABLES[STOP_SEQS_LEN_VARIABLE])
+    stop_seqs_max_len: Count = field(default_factory=VARIABLES["MRV1_STOP_SEQS_MAX_LEN"])
     """Most tokens of a stop token sequence. Default: ``MRV1_STOP_SEQS_MAX_LEN``, else 8."""
     vision_device: Annotated[
         str, texts("'cpu', 'cuda' or 'cuda:N'", "auto|cpu|cuda(:[0-9]+)?")
@@ -432,10 +424,10 @@ class EngineConfig:
         integers(-INT64_MAX, INT64_MAX, "an integer of 64 bits"),
     ] = 0
     """Seed of the engine; requests without a seed of their own get one derived from it."""
-    debug: bool = field(default_factory=VARIABLES[DEBUG_VARIABLE])
+    debug: bool = field(default_factory=VARIABLES["MRV1_DEBUG"])
     """Check every block id before a step reads or writes it; each step waits for the device, and
     there are no CUDA graphs. Default: the environment variable ``MRV1_DEBUG``, else off."""
-    debug_sync: bool = field(default_factory=VARIABLES[DEBUG_SYNC_VARIABLE])
+    debug_sync: bool = field(default_factory=VARIABLES["MRV1_DEBUG_SYNC"])
     """Wait after every kernel, so that the error names the kernel that failed; there are no CUDA
     graphs. Default: the environment variable ``MRV1_DEBUG_SYNC``, else off."""
 

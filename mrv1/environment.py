@@ -12,16 +12,6 @@ from typing import Any
 
 from mrv1.errors import ConfigError
 
-# Each variable sets the default of the ``EngineConfig`` field of the same name.
-DEBUG_VARIABLE = "MRV1_DEBUG"
-DEBUG_SYNC_VARIABLE = "MRV1_DEBUG_SYNC"
-MAX_BAD_WORDS_VARIABLE = "MRV1_MAX_BAD_WORDS_NUM"
-BAD_WORDS_LEN_VARIABLE = "MRV1_BAD_WORDS_MAX_LEN"
-MAX_STOP_SEQS_VARIABLE = "MRV1_MAX_STOP_SEQS_NUM"
-STOP_SEQS_LEN_VARIABLE = "MRV1_STOP_SEQS_MAX_LEN"
-HEAD_POLICY_VARIABLE = "MRV1_HEAD_POLICY"
-COMPILE_PROCESSES_VARIABLE = "MRV1_COMPILE_PROCESSES"
-
 INT32_MAX = 2**31 - 1
 """Counts, slots and block ids are int32 on the device."""
 
@@ -94,16 +84,20 @@ def exported(**variables: str) -> Iterator[None]:
 
 
 VARIABLES: dict[str, Callable[[], Any]] = {
-    DEBUG_VARIABLE: partial(env_flag, DEBUG_VARIABLE),
-    DEBUG_SYNC_VARIABLE: partial(env_flag, DEBUG_SYNC_VARIABLE),
-    MAX_BAD_WORDS_VARIABLE: partial(env_count, MAX_BAD_WORDS_VARIABLE, 16),
-    BAD_WORDS_LEN_VARIABLE: partial(env_count, BAD_WORDS_LEN_VARIABLE, 8),
-    MAX_STOP_SEQS_VARIABLE: partial(env_count, MAX_STOP_SEQS_VARIABLE, 5),
-    STOP_SEQS_LEN_VARIABLE: partial(env_count, STOP_SEQS_LEN_VARIABLE, 8),
-    HEAD_POLICY_VARIABLE: partial(os.environ.get, HEAD_POLICY_VARIABLE),
-    COMPILE_PROCESSES_VARIABLE: partial(env_count, COMPILE_PROCESSES_VARIABLE, None, least=0),
+    name: partial(read, name, *default)
+    for name, read, *default in (
+        ("MRV1_DEBUG", env_flag),
+        ("MRV1_DEBUG_SYNC", env_flag),
+        ("MRV1_MAX_BAD_WORDS_NUM", env_count, 16),
+        ("MRV1_BAD_WORDS_MAX_LEN", env_count, 8),
+        ("MRV1_MAX_STOP_SEQS_NUM", env_count, 5),
+        ("MRV1_STOP_SEQS_MAX_LEN", env_count, 8),
+        ("MRV1_HEAD_POLICY", os.environ.get),
+        ("MRV1_COMPILE_PROCESSES", partial(env_count, least=0), None),
+    )
 }
-"""mrv1's own variables -> the function that reads the value (wrong value: ``ConfigError``)."""
+"""mrv1's own variables -> the function that reads the value (wrong value: ``ConfigError``), the
+default of the ``EngineConfig`` field of the same name."""
 
 FOREIGN_VARIABLES = (
     "TRITON_INTERPRET",

@@ -12,9 +12,8 @@ from benchmarks.engines.headwise_options import VARIANTS, HeadwiseOptions
 from benchmarks.measure.shapes import SHAPES
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import capacity_rows, headwise_rows
-from mrv1.cli.console import say, show_table
+from mrv1.cli.console import check_target, say, show_table, write_result
 from mrv1.cli.options import FieldsOf, command, words
-from mrv1.cli.results import check_target, write_result
 
 NAMES = {"policy": "head-policy"}
 HELP = SHARED | {

@@ -20,9 +20,8 @@ from benchmarks.report.draw import plot as write_plot
 from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import query_heads, variant_rows
 from mrv1.calibration.plot import require_matplotlib
-from mrv1.cli.console import say, show_table
+from mrv1.cli.console import check_target, say, show_table, write_result
 from mrv1.cli.options import FieldsOf, command, counts, words
-from mrv1.cli.results import check_target, write_result
 
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
 HELP = SHARED | {

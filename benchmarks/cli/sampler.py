@@ -12,9 +12,8 @@ from benchmarks.cli.shared import Output
 from benchmarks.kernels.sampler import SamplerBench, run_sampler
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import variant_rows
-from mrv1.cli.console import say, show_table
+from mrv1.cli.console import check_target, say, show_table, write_result
 from mrv1.cli.options import FieldsOf, command, counts, words
-from mrv1.cli.results import check_target, write_result
 
 
 @command

@@ -17,9 +17,8 @@ from benchmarks.report.draw import plot as write_plot
 from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import serving_rows
 from mrv1.calibration.plot import require_matplotlib
-from mrv1.cli.console import FAILURE, INTERRUPTED, say, show_table
+from mrv1.cli.console import FAILURE, INTERRUPTED, check_target, say, show_table, write_result
 from mrv1.cli.options import FieldsOf, command, words
-from mrv1.cli.results import check_target, write_result
 from mrv1.errors import ConfigError
 
 HELP = SHARED | {

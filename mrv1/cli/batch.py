@@ -17,10 +17,9 @@ from mrv1.cli.console import STANDARD, counting_bar
 from mrv1.cli.report import Usage
 from mrv1.engine import LLM, CompletionOutput, Logprob, LoRARequest, RequestOutput
 from mrv1.engine.prompts import MULTIMODAL_KEYS, PROMPT_KEYS
-from mrv1.errors import ConfigError, Mrv1Error, RequestError
+from mrv1.errors import ConfigError, Mrv1Error, RequestError, short
 from mrv1.integrations.llguidance import StructuredOutputsParams
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import short
 
 INPUT_KEYS = (*PROMPT_KEYS, "messages")
 """Keys of which a line has one: what the model continues or answers."""

@@ -11,9 +11,15 @@ from rich.table import Table
 
 from mrv1.calibration import CalibrateOptions, Calibration, calibrate, plot_ranking
 from mrv1.calibration.plot import require_matplotlib
-from mrv1.cli.console import counting_bar, say, second_interrupt_ends, show_table
+from mrv1.cli.console import (
+    check_target,
+    counting_bar,
+    say,
+    second_interrupt_ends,
+    show_table,
+    write_result,
+)
 from mrv1.cli.options import MODEL_HELP, FieldsOf, command
-from mrv1.cli.results import check_target, write_result
 from mrv1.device import resolve_device
 from mrv1.errors import ConfigError
 from mrv1.provenance import provenance

@@ -21,10 +21,12 @@ from mrv1.cli.generate import (
     Lora,
     adapter_of,
     check_sampling,
+    loaded,
     sampling_options,
     with_defaults,
 )
 from mrv1.cli.options import command
+from mrv1.cli.report import figures
 from mrv1.engine import LLM, LoRARequest, RequestOutput
 from mrv1.engine.chat import ChatOptions
 from mrv1.errors import ConfigError, Mrv1Error, RequestError
@@ -45,27 +47,6 @@ MAX_TOKENS = 1024
 Sampling = Annotated[dict[str, Any], sampling_options(MAX_TOKENS, " in an answer")]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What ``/stats`` tells of one answer."""
-
-    num_prompt_tokens: int
-    num_tokens: int
-    seconds: float
-    first_token_s: float | None
-
-    def line(self) -> str:
-        """Return the figures as one line."""
-        rate = self.num_tokens / self.seconds if self.seconds > 0 else 0.0
-        line = (
-            f"{self.num_tokens} tokens in {self.seconds:.2f} s ({rate:.1f} tokens/s) after a "
-            f"prompt of {self.num_prompt_tokens} tokens"
-        )
-        if self.first_token_s is not None:
-            line += f" | time to first token {self.first_token_s * 1e3:.0f} ms"
-        return line
-
-
 @dataclass(slots=True)
 class Session:
     """One conversation and its options."""
@@ -77,7 +58,8 @@ class Session:
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     """The messages after the system message."""
-    last: Answer | None = None
+    last: str | None = None
+    """The figures of the last answer."""
 
     def set_system(self, text: str | None) -> None:
         """Set the system message; RequestError: the template has no place, the former stays."""
@@ -123,7 +105,7 @@ class Session:
             else:
                 self.turns.pop()
             if output is not None:
-                self.last = _answer(output)
+                self.last = _figures(output)
         if output is None or not output.finished:
             say("[stopped]")
         elif output.outputs[0].finish_reason == "length":
@@ -134,18 +116,20 @@ class Session:
         return [*system, *self.turns]
 
 
-def _answer(output: RequestOutput) -> Answer | None:
+def _figures(output: RequestOutput) -> str | None:
+    """Return what ``/stats`` tells of an answer."""
     metrics = output.metrics
     if metrics is None:
         return None
     started, first = metrics.arrival_time, metrics.first_token_time
     ended = time.perf_counter() if metrics.finish_time is None else metrics.finish_time
-    return Answer(
-        num_prompt_tokens=len(output.prompt_token_ids),
-        num_tokens=len(output.outputs[0].token_ids),
-        seconds=ended - started,
-        first_token_s=None if first is None else first - started,
+    parts = figures(
+        len(output.outputs[0].token_ids),
+        ended - started,
+        [] if first is None else [first - started],
+        f" after a prompt of {len(output.prompt_token_ids)} tokens",
     )
+    return " | ".join(parts)
 
 
 @contextmanager
@@ -252,9 +236,7 @@ def chat(
     elif isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # fails one message, not the program
     adapter = adapter_of(lora, engine)
-    with LLM(model, **engine) as llm:
-        if adapter is not None:
-            llm.add_lora(adapter)
+    with loaded(model, engine, adapter) as llm:
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         session = Session(
             llm,
@@ -263,7 +245,6 @@ def chat(
             adapter,
         )
         session.set_system(system)
-        say(llm.describe())
         if on_terminal:
             say("/help lists the commands")
         num_failed = 0
@@ -290,7 +271,7 @@ def _obey(session: Session, name: str, rest: str) -> bool:
         case "system":
             session.set_system(rest.strip() or None)
         case "stats":
-            say("no answer yet" if session.last is None else session.last.line())
+            say(session.last or "no answer yet")
         case "help":
             say(HELP)
         case _:

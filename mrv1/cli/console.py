@@ -1,8 +1,9 @@
-"""Where the commands write: results to stdout, messages about them to stderr."""
+"""Where the commands write: results to stdout or a file, messages about them to stderr."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import socket
@@ -12,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Never, TextIO
+from typing import Any, Never, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mrv1.errors import Mrv1Error
+from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.progress import progress_bar
 
 FAILURE = 1
@@ -47,6 +48,19 @@ def counting_bar(*, transient: bool) -> Progress:
         TimeRemainingColumn(),
         transient=transient,
     )
+
+
+def check_target(option: str, path: Path | None) -> None:
+    """Raise ``ConfigError``, before measuring rather than after, if the directory is missing."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{option}: expected an existing directory, got {path.parent}")
+
+
+def write_result(result: dict[str, Any], output: Path | None) -> None:
+    """Write the result as JSON to ``output``, if the user gave one."""
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        say(f"written to {output}")
 
 
 def show(text: str, *, newline: bool = True) -> None:

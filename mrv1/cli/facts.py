@@ -10,7 +10,6 @@ from typing import Any, TypedDict
 import torch
 
 from mrv1 import __version__
-from mrv1.cli.report import PATHS
 from mrv1.config import EMBEDDED_MODEL, checkpoint_dir
 from mrv1.device import (
     MIN_CAPABILITY,
@@ -24,7 +23,7 @@ from mrv1.device import (
     resolve_device,
     visible_gpus,
 )
-from mrv1.environment import HEAD_POLICY_VARIABLE, VARIABLES, environment, name_errors
+from mrv1.environment import VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_CAPABILITY
@@ -33,6 +32,7 @@ from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
 from mrv1.runner.cpu_threads import describe_threads
+from mrv1.runner.report import PATHS
 
 TRITON_SUPPORTED = ((3, 6), (3, 10))
 """First version that works; first unsupported version, which changes float fusion by default."""
@@ -80,14 +80,15 @@ def collect() -> Facts:
     flashinfer, flashinfer_warnings = find_flashinfer()
     warnings = version_warnings(versions) + flashinfer_warnings + gpu_warnings(gpus)
     warnings += variable_warnings()
-    path: KernelPath | None = None
-    device = resolved = None
+    device, path, parts = None, "none", dict[str, str]()
     try:
         resolved = resolve_device("auto")
     except UnsupportedDeviceError as error:
         warnings.append(str(error))
     else:
-        device, path = str(resolved), kernel_path(resolved)
+        device, path = str(resolved), PATHS[kernel_path(resolved)]
+        parts = used_for(kernel_path(resolved)) | prefill_use(resolved) | codes_use(resolved)
+        parts |= quantized_use(resolved)
     embedded = _embedded_model()
     if not embedded["present"]:
         warnings.append(f"the embedded model is incomplete: no weights in {embedded['path']}")
@@ -107,11 +108,8 @@ def collect() -> Facts:
         driver=driver_version(),
         cuda=f"hip {torch.version.hip}" if torch.version.hip else torch.version.cuda,
         device=device,
-        path=PATHS[path] if path else "none",
-        used_for=used_for(path)
-        | prefill_use(resolved)
-        | codes_use(resolved)
-        | quantized_use(resolved),
+        path=path,
+        used_for=parts,
         cpu_threads=describe_threads(),
         embedded_model=embedded,
         environment=environment(),
@@ -119,19 +117,17 @@ def collect() -> Facts:
     )
 
 
-def used_for(path: KernelPath | None) -> dict[str, str]:
+def used_for(path: KernelPath) -> dict[str, str]:
     """Return the implementation of each part of a step on ``path``."""
-    if path is None:
-        return {}
     products = _IMPLEMENTATION[path]
     if path == "triton":
         products += "; torch (cuBLAS) where tokens are many"
     return dict.fromkeys(_PARTS, _IMPLEMENTATION[path]) | {"matrix products": products}
 
 
-def prefill_use(device: torch.device | None) -> dict[str, str]:
+def prefill_use(device: torch.device) -> dict[str, str]:
     """Return which kernels prefill attention has on a GPU."""
-    if device is None or kernel_path(device) != "triton":
+    if kernel_path(device) != "triton":
         return {}
     if device_info(device).capability == WARP_GROUP_CAPABILITY:
         return {"prefill attention": "Gluon (warp groups) and Triton"}
@@ -139,10 +135,8 @@ def prefill_use(device: torch.device | None) -> dict[str, str]:
     return {"prefill attention": f"Triton: Gluon's warp groups need compute capability {needed}"}
 
 
-def codes_use(device: torch.device | None) -> dict[str, str]:
+def codes_use(device: torch.device) -> dict[str, str]:
     """Return how ``device`` converts the codes of fp8 and of 4-bit KV caches."""
-    if device is None:
-        return {}
     names = {"FP8 conversion": fp8_path, "4-bit KV codes": nibble_path}
     if kernel_path(device) == "reference":
         return dict.fromkeys(names, _IMPLEMENTATION["reference"])
@@ -154,10 +148,8 @@ def codes_use(device: torch.device | None) -> dict[str, str]:
     return found
 
 
-def quantized_use(device: torch.device | None) -> dict[str, str]:
+def quantized_use(device: torch.device) -> dict[str, str]:
     """Return how products read quantized weights on ``device``."""
-    if device is None:
-        return {}
     how = quantized_path(device)
     if quantizes_tokens(device, torch.bfloat16, "token"):
         how += (
@@ -211,7 +203,7 @@ def variable_warnings() -> list[str]:
     for name, read in VARIABLES.items():
         try:
             value = read()
-            if name == HEAD_POLICY_VARIABLE and value is not None:
+            if name == "MRV1_HEAD_POLICY" and value is not None:
                 policy_source(value)
         except ConfigError as error:
             errors.append(str(error))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -145,6 +145,18 @@ def with_defaults(llm: LLM, sampling: dict[str, Any], *, max_tokens: int) -> dic
     return {"max_tokens": max_tokens} | llm.default_sampling_params | sampling
 
 
+@contextmanager
+def loaded(model: str, engine: dict[str, Any], lora: LoRARequest | None) -> Iterator[LLM]:
+    """Load a model, and an adapter: a wrong one fails here, not once for each prompt."""
+    from mrv1.engine import LLM
+
+    with LLM(model, **engine) as llm:
+        say(llm.describe())
+        if lora is not None:
+            llm.add_lora(lora)
+        yield llm
+
+
 def _check_mode(prompt: str | None, input_file: Path | None, output_file: Path | None) -> None:
     if (prompt is None) == (input_file is None):
         raise ConfigError("expected one of --prompt TEXT and --input FILE")
@@ -168,12 +180,8 @@ def _generate_one(
 ) -> None:
     """Print the continuation of one prompt to stdout, as it comes or at the end."""
     from mrv1.cli.report import Usage, path_name
-    from mrv1.engine import LLM
 
-    with LLM(model, **engine) as llm:
-        say(llm.describe())
-        if lora is not None:
-            llm.add_lora(lora)
+    with loaded(model, engine, lora) as llm:
         params = SamplingParams(**with_defaults(llm, sampling, max_tokens=MAX_TOKENS))
         typer.echo(prompt, err=True, nl=False)
         usage = Usage(llm)
@@ -205,13 +213,9 @@ def _generate_batch(
     """Write the result of every line, and list the lines that failed."""
     from mrv1.cli.batch import parse_lines, read_input, run_batch
     from mrv1.cli.report import Usage, path_name
-    from mrv1.engine import LLM
 
     content = read_input(input_file)
-    with LLM(model, **engine) as llm:
-        say(llm.describe())
-        if lora is not None:  # a wrong one fails here, not once for each line
-            llm.add_lora(lora)
+    with loaded(model, engine, lora) as llm:
         sampling = with_defaults(llm, sampling, max_tokens=MAX_TOKENS)
         SamplingParams(**sampling)  # reports a wrong combination once, not per line
         lines = parse_lines(content, sampling)

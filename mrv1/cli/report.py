@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mrv1.device import KernelPath, device_info, kernel_path, resolve_device
+from mrv1.device import device_info, kernel_path, resolve_device
 from mrv1.engine import LLM, RequestOutput
-
-PATHS: dict[KernelPath, str] = {
-    "triton": "GPU, compiled Triton kernels",
-    "interpreter": "CPU, Triton kernels in the interpreter",
-    "reference": "CPU reference (torch)",
-}
-"""Name of each kernel path for users."""
+from mrv1.runner.report import PATHS
 
 
 def path_name(device: str) -> str:
@@ -27,6 +22,20 @@ def path_name(device: str) -> str:
 def mib(num_bytes: int) -> str:
     """Return bytes as MiB with one decimal."""
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+def figures(
+    num_tokens: int, seconds: float, first_token_s: Sequence[float], after: str = ""
+) -> list[str]:
+    """Return how fast tokens came ``after`` something, and when the first of each request did."""
+    rate = num_tokens / seconds if seconds > 0 else 0.0
+    parts = [f"{num_tokens} tokens in {seconds:.2f} s ({rate:.1f} tokens/s){after}"]
+    if first_token_s:
+        median = "median " if len(first_token_s) > 1 else ""
+        parts.append(
+            f"{median}time to first token {statistics.median(first_token_s) * 1e3:.0f} ms"
+        )
+    return parts
 
 
 @dataclass(slots=True)
@@ -51,17 +60,11 @@ class Usage:
 
     def line(self, path: str) -> str:
         """Return the summary line; ``path`` names the kernel path."""
-        seconds = time.perf_counter() - self.started
         report = self.llm.kv_report()
-        rate = self.num_tokens / seconds
-        parts = [f"{self.num_tokens} tokens in {seconds:.2f} s ({rate:.1f} tokens/s)"]
-        if self.first_token_s:
-            median = "median " if len(self.first_token_s) > 1 else ""
-            parts.append(
-                f"{median}time to first token {statistics.median(self.first_token_s) * 1e3:.0f} ms"
-            )
-        parts.append(
+        cache = (
             f"KV cache: at most {mib(report['peak_held_bytes'])} in use of "
             f"{mib(report['total_bytes'])} allocated"
         )
-        return " | ".join([*parts, path])
+        seconds = time.perf_counter() - self.started
+        parts = figures(self.num_tokens, seconds, self.first_token_s)
+        return " | ".join([*parts, cache, path])

@@ -24,13 +24,12 @@ from mrv1.engine.outputs import RequestOutput
 from mrv1.engine.prompts import Prompt, Submission
 from mrv1.engine.reports import Metrics
 from mrv1.engine.request_group import RequestGroup
-from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
+from mrv1.errors import CapacityError, ConfigError, RequestError, StepError, short
 from mrv1.headwise import HeadPolicy
 from mrv1.models import NamedTensors
 from mrv1.options import takes
 from mrv1.runner import KVUsage
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import short
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mrv1.errors import RequestError
+from mrv1.errors import RequestError, short
 from mrv1.multimodal import Video
-from mrv1.sampler.params import short
 
 MESSAGE = "a dict with role and content"
 ChatMessage = dict[str, Any]  # JSON values; parts are dicts with ``type``

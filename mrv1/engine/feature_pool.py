@@ -65,22 +65,8 @@ class FeaturePool:
         entries = [*self._cached.values()]  # at once: reports do not wait for the step that runs
         return sum(entry.num_rows for entry in entries)
 
-    def reach(self, request: Request, start: int, end: int, *, takes: bool = True) -> int:
-        """Return how far a chunk gets; with ``takes`` in rows that no running request holds."""
-        num_left = self.num_rows - self.num_held if takes else 0
-        fresh: set[bytes] = set()
-        for item in request.items_in(start, end):
-            key = item.content_hash
-            if key in self._in_use or key in fresh:
-                continue
-            fresh.add(key)
-            num_left -= item.num_tokens
-            if num_left < 0:
-                return item.start
-        return end
-
     def hold(self, request: Request, start: int, end: int) -> list[StagedFeatures]:
-        """Let a request hold the items of a chunk of ``reach``; return those to be staged."""
+        """Let a request hold the items of a chunk of ``fit``; return those to be staged."""
         held = self._items.setdefault(request, [])
         staged = []
         for item in request.items_in(start, end):
@@ -121,12 +107,17 @@ class FeaturePool:
     def fit(self, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
         count = request.uncut(start, count)
-        if not request.multimodal:
-            return count
-        end = self.reach(request, start, start + count, takes=not self._lacks_rows)
-        if end < start + count:
-            self._lacks_rows = True
-            count = max(request.uncut(start, end - start), 0)
+        num_left = 0 if self._lacks_rows else self.num_rows - self.num_held
+        fresh: set[bytes] = set()
+        for item in request.items_in(start, start + count):
+            key = item.content_hash
+            if key in self._in_use or key in fresh:
+                continue
+            fresh.add(key)
+            num_left -= item.num_tokens
+            if num_left < 0:
+                self._lacks_rows = True
+                return max(request.uncut(start, item.start - start), 0)
         return count
 
     def stage(self, request: Request, start: int, end: int) -> None:

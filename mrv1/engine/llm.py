@@ -34,7 +34,7 @@ from mrv1.engine.reports import Metrics
 from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import Tokenizer
-from mrv1.errors import RequestError
+from mrv1.errors import RequestError, short
 from mrv1.from_vllm import ARGUMENTS, OtherArguments, check_arguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
@@ -42,7 +42,6 @@ from mrv1.options import takes
 from mrv1.progress import UseTqdm, counting_items
 from mrv1.runner import EachRank, KVListener, KVUsage
 from mrv1.sampler import LogitsProcessor, SamplingParams
-from mrv1.sampler.params import short
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from typing import Any, cast
 
 from mrv1.config import EngineConfig
 from mrv1.device import resolve_device
-from mrv1.errors import ConfigError
+from mrv1.errors import ConfigError, short
 from mrv1.from_vllm import OPTIONS, translated
 from mrv1.headwise import HeadPolicy, policy_source
 from mrv1.models import Checkpoint
 from mrv1.options import env_fields
 from mrv1.sampler import LogitsProcessor
-from mrv1.sampler.params import short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,11 +12,11 @@ from mrv1.device import host_memory_bytes
 from mrv1.engine.feature_pool import FeaturePool
 from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
-from mrv1.environment import INT32_MAX, MAX_STOP_SEQS_VARIABLE, STOP_SEQS_LEN_VARIABLE
-from mrv1.errors import RequestError
+from mrv1.environment import INT32_MAX
+from mrv1.errors import RequestError, short
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import num_likeliest, short
+from mrv1.sampler.params import num_likeliest
 
 NUM_SHOWN = 8  # most wrong token ids that a message lists
 FAIRNESS_ID_LEN = 256  # most characters of a fairness id
@@ -51,14 +51,14 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             "sequences",
             len(params.stop_token_sequences),
             config.max_stop_seqs_num,
-            f"max_stop_seqs_num or {MAX_STOP_SEQS_VARIABLE}",
+            "max_stop_seqs_num or MRV1_MAX_STOP_SEQS_NUM",
         ),
         (
             "stop_token_sequences",
             "tokens each",
             longest,
             config.stop_seqs_max_len,
-            f"stop_seqs_max_len or {STOP_SEQS_LEN_VARIABLE}",
+            "stop_seqs_max_len or MRV1_STOP_SEQS_MAX_LEN",
         ),
         *(
             (name, "tokens", count, most_logprobs, "max_logprobs")

@@ -16,7 +16,7 @@ from mrv1.engine.intake import own_value
 from mrv1.engine.prefix_cache import key_spans
 from mrv1.engine.request import Request
 from mrv1.engine.request_limits import check_order, check_params
-from mrv1.errors import RequestError
+from mrv1.errors import RequestError, short
 from mrv1.multimodal import (
     MultimodalItem,
     as_items,
@@ -32,7 +32,6 @@ from mrv1.runner import ModelRunner
 from mrv1.runner.step import Int32Array
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.bad_words import banned_token_sequences
-from mrv1.sampler.params import short
 
 
 class RequestOptions(TypedDict, total=False):

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mrv1.errors import ConfigError, RequestError
+from mrv1.errors import ConfigError, RequestError, short
 from mrv1.models import Checkpoint
 from mrv1.sampler import SamplingParams
-from mrv1.sampler.params import OF_CHECKPOINT, short
+from mrv1.sampler.params import OF_CHECKPOINT
 
 OVERRIDE = "override_generation_config"
 

@@ -39,34 +39,22 @@ class Speculation:
 
     def note(self, step: LaunchedStep, output: StepOutput, succeeded: BoolArray | None) -> None:
         """Count accepted drafts of a step whose tokens are appended; as ``RunningBatch.land``."""
-        if step.num_device_drafts:
-            self._note_head(step, output, succeeded)
+        if not (step.draft_token_ids or step.num_device_drafts):
             return
-        for row, drafts in enumerate(step.draft_token_ids):
-            if not drafts or not (succeeded is None or succeeded[row]):
-                continue
-            request, num_accepted = step.rows.requests[row], len(output.token_ids[row]) - 1
-            self.num_drafts += 1
-            self.num_draft_tokens += len(drafts)
-            self.num_accepted_tokens += num_accepted
-            request.num_draft_tokens += len(drafts)
-            request.num_accepted_tokens += num_accepted
-            if request.drafter is not None:
-                request.drafter.note(num_accepted, len(request.output_token_ids))
-
-    def _note_head(
-        self, step: LaunchedStep, output: StepOutput, succeeded: BoolArray | None
-    ) -> None:
-        """Count a head's drafts: as many in each row as there was room for."""
         for row, request in enumerate(step.rows.requests):
-            drawn = len(output.token_ids[row])
-            if not drawn or not (succeeded is None or succeeded[row]):
+            num_drawn = len(output.token_ids[row])
+            if not num_drawn or not (succeeded is None or succeeded[row]):
                 continue
-            room = request.max_total_tokens - 1 - (request.num_tokens - drawn)
-            num_drafts = min(step.num_device_drafts, room)
-            if num_drafts > 0:
-                self.num_drafts += 1
-                self.num_draft_tokens += num_drafts
-                self.num_accepted_tokens += drawn - 1
-                request.num_draft_tokens += num_drafts
-                request.num_accepted_tokens += drawn - 1
+            num_drafts = step.num_drafts(row)
+            if step.num_device_drafts:  # of a head: as many in each row as there was room for
+                room = request.max_total_tokens - 1 - (request.num_tokens - num_drawn)
+                num_drafts = min(num_drafts, room)
+            if num_drafts <= 0:
+                continue
+            self.num_drafts += 1
+            self.num_draft_tokens += num_drafts
+            self.num_accepted_tokens += num_drawn - 1
+            request.num_draft_tokens += num_drafts
+            request.num_accepted_tokens += num_drawn - 1
+            if request.drafter is not None:
+                request.drafter.note(num_drawn - 1, len(request.output_token_ids))

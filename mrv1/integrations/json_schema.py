@@ -15,8 +15,7 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from mrv1.errors import RequestError
-from mrv1.sampler.params import short
+from mrv1.errors import RequestError, short
 
 Node = Any
 """A schema: a dict, or a bool; or what a mistake has put in its place."""

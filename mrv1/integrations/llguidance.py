@@ -15,11 +15,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.errors import ConfigError, RequestError
+from mrv1.errors import ConfigError, RequestError, short
 from mrv1.from_vllm import FORM, translated
 from mrv1.integrations.json_schema import JsonSchema
 from mrv1.options import Range, check_fields, instances
-from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,11 +16,12 @@ from mrv1.models import DecoderModel, ModelConfig
 from mrv1.models.quantization import Quantization
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
-_PATHS: dict[KernelPath, str] = {
+PATHS: dict[KernelPath, str] = {
     "triton": "Triton kernels",
     "interpreter": "Triton kernels in the CPU interpreter",
     "reference": "CPU reference (torch)",
 }
+"""Name of each kernel path for users."""
 _SCALED: dict[KVScaleName, str] = {
     "token": "token and head",
     "quarter": "quarter of a block and head",
@@ -172,7 +173,7 @@ def describe_runner(
     if path == "reference":
         count = torch.get_num_threads()
         dtype += f", {count} thread{'s' * (count > 1)}"
-    how = _PATHS[path]
+    how = PATHS[path]
     if config.attention_backend == "flashinfer":
         how += ", attention by FlashInfer (one step in flight)"
     graphs = f"CUDA graphs of {num_graphs} step shapes" if num_graphs else "no CUDA graphs"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mrv1.environment import BAD_WORDS_LEN_VARIABLE, MAX_BAD_WORDS_VARIABLE
-from mrv1.errors import RequestError
-from mrv1.sampler.params import SamplingParams, short
+from mrv1.errors import RequestError, short
+from mrv1.sampler.params import SamplingParams
 
 TOKENIZATIONS = 2
 """Most tokenizations of a word: without and with a space before it."""
@@ -36,7 +35,7 @@ def banned_token_sequences(
         given = [name for name in ("bad_words", "bad_words_token_ids") if getattr(params, name)]
         raise RequestError(
             f"{' and '.join(given)}: expected at most {max_words} words, got {num_words}; "
-            f"raise max_bad_words_num or {MAX_BAD_WORDS_VARIABLE}"
+            f"raise max_bad_words_num or MRV1_MAX_BAD_WORDS_NUM"
         )
     if params.bad_words and encode is None:
         raise RequestError("bad_words: expected bad_words_token_ids, as there is no tokenizer")
@@ -52,7 +51,7 @@ def banned_token_sequences(
         if len(sequence) > max_len:
             raise RequestError(
                 f"{name}: expected at most {max_len} tokens a word, got {len(sequence)}; "
-                f"raise bad_words_max_len or {BAD_WORDS_LEN_VARIABLE}"
+                f"raise bad_words_max_len or MRV1_BAD_WORDS_MAX_LEN"
             )
     return tuple(dict.fromkeys(sequence for _, sequence in named))
 

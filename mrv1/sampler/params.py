@@ -10,8 +10,7 @@ from typing import Annotated, Any, Self
 
 import numpy as np
 
-from mrv1.errors import RequestError
-from mrv1.errors import short as short
+from mrv1.errors import RequestError, short
 from mrv1.from_vllm import PARAMS, translated
 from mrv1.options import Range, check_fields, documented, instances, integers, is_number, numbers
 from mrv1.sampler.grammar import Grammar, GrammarSource

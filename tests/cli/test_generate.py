@@ -51,7 +51,7 @@ def test_on_a_gpu_the_compiled_kernels_run(mrv1: Mrv1):
     result = mrv1("generate", "--model", "tiny", *GREEDY, "--prompt", "ROMEO:")
     assert result.exit_code == 0
     assert ": Triton kernels, bfloat16" in result.stderr
-    assert "GPU, compiled Triton kernels on" in result.stderr.splitlines()[-1]
+    assert "Triton kernels on" in result.stderr.splitlines()[-1]
     assert result.stdout.strip()
 
 

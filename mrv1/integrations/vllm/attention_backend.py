@@ -41,7 +41,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVQuantMode
 
 from mrv1.device import MIN_CAPABILITY, device_info, kernel_path
-from mrv1.environment import COMPILE_PROCESSES_VARIABLE, VARIABLES
+from mrv1.environment import VARIABLES
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.attention_kernels import (
     MAX_QUERY_LEN,
@@ -525,7 +525,7 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
             _batches(config, -(-config.model_config.max_model_len // block_size)),
             device_info(device),
         )
-        compilation = Compilation(kernels, VARIABLES[COMPILE_PROCESSES_VARIABLE]())
+        compilation = Compilation(kernels, VARIABLES["MRV1_COMPILE_PROCESSES"]())
         for impl in impls:
             impl.compilation = compilation
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from mrv1.errors import RequestError
+from mrv1.errors import RequestError, short
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import GrammarMatcher, SamplingParams
-from mrv1.sampler.params import short
 
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams as VllmParams
