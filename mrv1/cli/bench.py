@@ -13,7 +13,10 @@ from mrv1.cli.console import one_line_errors
 from mrv1.cli.help import Command
 from mrv1.errors import ConfigError
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(
+    add_completion=False,
+    help="Measure kernels, steps and engines on this machine (in a checkout).",
+)
 
 
 @app.command(

@@ -23,7 +23,6 @@ from mrv1.kernels._base.compilations import watch_compilations
 from mrv1.models import DecoderModel, ModelConfig, NamedTensors, ParallelContext
 from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
-from mrv1.runner.adapters import write_adapter
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.debug import check_block_ids
@@ -432,10 +431,17 @@ class ModelRunner(RunnerReports):
         return self.features.prepared(item)
 
     def load_adapter(self, slot: int, adapter: StoredAdapter) -> None:
-        """Write an adapter to a slot of the device, on the stream behind launched steps."""
+        """Write this rank's part of an adapter to a slot, on the stream behind launched steps.
+
+        RuntimeError: the model has no slots.
+        """
         self.check_usable()
+        if self.model.lora is None:
+            raise RuntimeError("load_adapter: expected enable_lora=True, got False")
+        config, parallel = self.model.whole_config, self.model.parallel
+        rows = parallel.vocab_rows(config.vocab_size)
         with self._on_device():
-            write_adapter(self.model, slot, adapter)
+            self.model.lora.load(slot, adapter.of_rank(config, parallel).placed(rows))
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Tell ``listener`` (None = nobody) of K and V of later steps; as ``Listening.set``."""
@@ -486,45 +492,25 @@ class ModelRunner(RunnerReports):
             raise RuntimeError(refusal)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights, KV cache and CUDA graphs until ``wake_up``.
+        """Free the memory of weights, KV cache and CUDA graphs until ``wake_up``: ``LLM.sleep``.
 
         The caller has ended or preempted every request: all keys and values are lost. Results of
-        launched steps remain. A model that the caller passed loses its weights too.
-
-        Args:
-            level: as in ``LLM.sleep``.
-
-        Raises:
-            ConfigError: there is no such level, or torch cannot free the model's weights.
-            CapacityError: the host has no room for the weights; nothing has changed.
-            RuntimeError: the runner was closed, or a step of ``forward`` awaits ``sample``.
+        launched steps remain. A model that the caller passed loses its weights too; ConfigError if
+        torch cannot free them. RuntimeError: a step of ``forward`` awaits ``sample``.
         """
         with self.between_steps():
             self._sleep.sleep(level)
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Allocate the memory again; when nothing sleeps any more, capture CUDA graphs again.
-
-        Args:
-            tags: as in ``LLM.wake_up``.
-
-        Raises:
-            ConfigError: there is no such tag.
-            CapacityError: the device has no room; what slept sleeps on.
-            RuntimeError: as ``sleep``.
-        """
+        """Bring memory and graphs back: ``LLM.wake_up``; RuntimeError as ``sleep``."""
         with self.between_steps():
             self._sleep.wake_up(tags)
 
     def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
-        """Overwrite weights in place, so that CUDA graphs stay valid; wait until it is done.
+        """Overwrite weights in place, so that CUDA graphs stay valid: ``LLM.update_weights``.
 
-        Arguments are those of ``LLM.update_weights``. Steps launched before use the old weights;
-        keys and values in the cache stay those of the old weights.
-
-        Raises:
-            ConfigError: as ``LLM.update_weights``; no weight was changed.
-            RuntimeError: as ``sleep``, or the weights are asleep.
+        Waits until it is done. Steps launched before use the old weights, and keys and values in
+        the cache stay theirs. RuntimeError: as ``sleep``, or the weights are asleep.
         """
         with self.between_steps():
             self._sleep.update_weights(named_tensors, partial=partial)

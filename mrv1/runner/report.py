@@ -1,4 +1,4 @@
-"""A runner's reports: the line that it logs at its start, and the memory of its KV cache."""
+"""What a runner reports: the seconds of its start, and the memory of its KV cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import TypedDict
 
-import torch
-
-from mrv1.config import EngineConfig, KVScaleName
-from mrv1.device import Conversion, KernelPath, device_info
-from mrv1.headwise import HeadGroups, HeadPolicy
-from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, quantized_path, quantizes_tokens
-from mrv1.models import DecoderModel, ModelConfig
-from mrv1.models.quantization import Quantization
+from mrv1.device import KernelPath
+from mrv1.headwise import HeadGroups
 from mrv1.runner.kv_cache import KVCache, StreamingDemand
 
 PATHS: dict[KernelPath, str] = {
@@ -22,11 +16,6 @@ PATHS: dict[KernelPath, str] = {
     "reference": "CPU reference (torch)",
 }
 """Name of each kernel path for users."""
-_SCALED: dict[KVScaleName, str] = {
-    "token": "token and head",
-    "quarter": "quarter of a block and head",
-    "head": "head",
-}
 
 
 class KVGroupReport(TypedDict):
@@ -150,97 +139,3 @@ def report_of(
         groups=groups,
         feature_bytes=feature_bytes * len(ranks),
     )
-
-
-def describe_runner(
-    config: EngineConfig,
-    path: KernelPath,
-    model: DecoderModel,
-    cache: KVCache,
-    conversion: Conversion | None,
-    num_graphs: int,
-    policy: HeadPolicy,
-    nbytes: int,
-) -> str:
-    """Return one line: device, path, dtypes, roles of heads, blocks and their bytes, graphs.
-
-    Several ranks have caches like ``cache`` of ``nbytes`` together, under one ``policy``.
-    """
-    dtype = str(model.dtype).removeprefix("torch.")
-    if model.config.quantization is not None:
-        how = describe_products(config, model.config.quantization, model.device, model.dtype)
-        dtype += f", {model.config.quantization.describe()} ({how})"
-    if path == "reference":
-        count = torch.get_num_threads()
-        dtype += f", {count} thread{'s' * (count > 1)}"
-    how = PATHS[path]
-    if config.attention_backend == "flashinfer":
-        how += ", attention by FlashInfer (one step in flight)"
-    graphs = f"CUDA graphs of {num_graphs} step shapes" if num_graphs else "no CUDA graphs"
-    return (
-        f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
-        f"KV {_describe_kv(config, cache, conversion)}, {_describe_heads(cache, policy)}, "
-        f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
-        f"({nbytes / 2**20:.1f} MiB), {graphs}{_describe_rope(model.config)}"
-        f"{_describe_adapters(model)}"
-    )
-
-
-def describe_products(
-    config: EngineConfig, quantization: Quantization, device: torch.device, dtype: torch.dtype
-) -> str:
-    """Return how products read quantized weights, and whether they quantize tokens."""
-    as_values = config.deterministic or dtype.itemsize > 2
-    how = quantized_path(device, of_experts=quantization.needs_stacks, as_values=as_values)
-    if as_values:
-        return how
-    kinds = {form.activations for form in quantization.formats}
-    if any(quantizes_tokens(device, dtype, kind) for kind in kinds):
-        how += f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too"
-    return how
-
-
-def _describe_adapters(model: DecoderModel) -> str:
-    """Return how many adapters there is room for."""
-    if model.lora is None:
-        return ""
-    size, rank = model.lora.nbytes / 2**20, model.lora.max_rank
-    return f", room for {model.lora.max_loras} LoRA adapters of rank {rank} ({size:.1f} MiB)"
-
-
-def _describe_rope(config: ModelConfig) -> str:
-    """Return what a context decides on: longrope's factors, and what the other ones are for."""
-    rope, longest = config.rope, config.max_model_len
-    if rope.rope_type != "longrope":
-        return ""
-    original = rope.original_max_position_embeddings
-    if longest > original:
-        return f", longrope's long factors for all texts (max_model_len is {longest:,})"
-    return f", longrope's short factors (max_model_len is {longest:,}, at most {original:,})"
-
-
-def _describe_heads(cache: KVCache, policy: HeadPolicy) -> str:
-    streaming = [seen for seen in policy.groups if not seen.is_full]
-    if not streaming:
-        return "all heads full"
-    seen = ", ".join(
-        f"{each.window} tokens" + (f" and a sink of {each.sink}" if each.sink else "")
-        for each in streaming
-    )
-    recycles = any(not group.keeps.is_full for group in cache.groups.groups)
-    kept = "" if recycles else ", but no block is recycled"
-    return f"{policy.full_share:.0%} of the heads full, the others see {seen}{kept}"
-
-
-def _describe_kv(config: EngineConfig, cache: KVCache, conversion: Conversion | None) -> str:
-    """Return the cache's dtype, scales and what they switch off, and conversions in software."""
-    dtype = cache.spec.page_format.element
-    if conversion is None:
-        return dtype
-    converted = ""
-    if conversion.path == "integer":
-        converted = f", converted in integer arithmetic ({conversion.reason})"
-    uncached = ""
-    if config.enable_prefix_caching and not config.caches_prefixes:
-        uncached = " (no prefix caching: its bytes depend on the order of writes)"
-    return f"{dtype} with a scale per {_SCALED[config.kv_scale]}{uncached}{converted}"

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mrv1.config import EngineConfig
-from mrv1.device import KernelPath
+import torch
+
+from mrv1.config import EngineConfig, KVScaleName
+from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadPolicy
-from mrv1.models import DecoderModel
+from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, quantized_path, quantizes_tokens
+from mrv1.models import DecoderModel, ModelConfig
+from mrv1.models.quantization import Quantization
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.kv_cache import KVCache
-from mrv1.runner.report import KVReport, StartClock, describe_runner, report_of
+from mrv1.runner.report import PATHS, KVReport, StartClock, report_of
 from mrv1.runner.start import RunnerParts
+
+_SCALED: dict[KVScaleName, str] = {
+    "token": "token and head",
+    "quarter": "quarter of a block and head",
+    "head": "head",
+}
 
 
 class RunnerReports:
@@ -62,19 +72,91 @@ class RunnerReports:
         return self._compilations.total() - self._num_warm_up_compilations
 
     def describe(self) -> str:
-        """Return one line: device, path, dtypes, blocks and their bytes."""
-        num_graphs = len(self._step.graphs.shapes) if self._step.is_capturable else 0
-        return describe_runner(
-            self.config,
-            self.path,
-            self.model,
-            self.kv_cache,
-            self._parts.conversion,
-            num_graphs,
-            self.head_policy,
-            self.kv_report()["total_bytes"],
+        """Return one line: device, path, dtypes, roles of heads, blocks, their bytes, graphs."""
+        config, model, cache = self.config, self.model, self.kv_cache
+        dtype = str(model.dtype).removeprefix("torch.")
+        if model.config.quantization is not None:
+            how = _describe_products(config, model.config.quantization, model)
+            dtype += f", {model.config.quantization.describe()} ({how})"
+        if self.path == "reference":
+            count = torch.get_num_threads()
+            dtype += f", {count} thread{'s' * (count > 1)}"
+        how = PATHS[self.path]
+        if config.attention_backend == "flashinfer":
+            how += ", attention by FlashInfer (one step in flight)"
+        graphs = "no CUDA graphs"
+        if self._step.is_capturable and self._step.graphs.shapes:
+            graphs = f"CUDA graphs of {len(self._step.graphs.shapes)} step shapes"
+        return (
+            f"{model.config.architecture} on {device_info(model.device).name}: {how}, {dtype}, "
+            f"KV {_describe_kv(config, cache, self._parts.conversion)}, "
+            f"{_describe_heads(cache, self.head_policy)}, "
+            f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
+            f"({self.kv_report()['total_bytes'] / 2**20:.1f} MiB), {graphs}"
+            f"{_describe_rope(model.config)}{_describe_adapters(model)}"
         )
 
     def kv_report(self) -> KVReport:
         """Return the KV cache's sizes in bytes."""
         return report_of(self.kv_cache, self._parts.streaming_demand, self.features.nbytes)
+
+
+def _describe_products(
+    config: EngineConfig, quantization: Quantization, model: DecoderModel
+) -> str:
+    """Return how products read quantized weights, and whether they quantize tokens."""
+    device, dtype = model.device, model.dtype
+    as_values = config.deterministic or dtype.itemsize > 2
+    how = quantized_path(device, of_experts=quantization.needs_stacks, as_values=as_values)
+    if as_values:
+        return how
+    kinds = {form.activations for form in quantization.formats}
+    if any(quantizes_tokens(device, dtype, kind) for kind in kinds):
+        how += f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too"
+    return how
+
+
+def _describe_adapters(model: DecoderModel) -> str:
+    """Return how many adapters there is room for."""
+    if model.lora is None:
+        return ""
+    size, rank = model.lora.nbytes / 2**20, model.lora.max_rank
+    return f", room for {model.lora.max_loras} LoRA adapters of rank {rank} ({size:.1f} MiB)"
+
+
+def _describe_rope(config: ModelConfig) -> str:
+    """Return what a context decides on: longrope's factors, and what the other ones are for."""
+    rope, longest = config.rope, config.max_model_len
+    if rope.rope_type != "longrope":
+        return ""
+    original = rope.original_max_position_embeddings
+    if longest > original:
+        return f", longrope's long factors for all texts (max_model_len is {longest:,})"
+    return f", longrope's short factors (max_model_len is {longest:,}, at most {original:,})"
+
+
+def _describe_heads(cache: KVCache, policy: HeadPolicy) -> str:
+    streaming = [seen for seen in policy.groups if not seen.is_full]
+    if not streaming:
+        return "all heads full"
+    seen = ", ".join(
+        f"{each.window} tokens" + (f" and a sink of {each.sink}" if each.sink else "")
+        for each in streaming
+    )
+    recycles = any(not group.keeps.is_full for group in cache.groups.groups)
+    kept = "" if recycles else ", but no block is recycled"
+    return f"{policy.full_share:.0%} of the heads full, the others see {seen}{kept}"
+
+
+def _describe_kv(config: EngineConfig, cache: KVCache, conversion: Conversion | None) -> str:
+    """Return the cache's dtype, scales and what they switch off, and conversions in software."""
+    dtype = cache.spec.page_format.element
+    if conversion is None:
+        return dtype
+    converted = ""
+    if conversion.path == "integer":
+        converted = f", converted in integer arithmetic ({conversion.reason})"
+    uncached = ""
+    if config.enable_prefix_caching and not config.caches_prefixes:
+        uncached = " (no prefix caching: its bytes depend on the order of writes)"
+    return f"{dtype} with a scale per {_SCALED[config.kv_scale]}{uncached}{converted}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -60,34 +60,9 @@ class StandInDevice(TorchFunctionMode):
         return _META if is_gpu else argument
 
 
-class _Event:
-    """Stands in for ``torch.cuda.Event``: nothing runs, so nothing is awaited."""
-
-    def __init__(self, **_: object) -> None:
-        pass
-
-    def record(self, *_: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: object) -> float:
-        del end
-        return 0.0
-
-
-class _Stream:
-    """Stands in for ``torch.cuda.Stream``."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def wait_stream(self, stream: object) -> None:
-        pass
+def _event(**_: object) -> Mock:
+    """Stand in for ``torch.cuda.Event``: nothing runs, so nothing is awaited."""
+    return Mock(**{"query.return_value": True, "elapsed_time.return_value": 0.0})
 
 
 def _run_all(
@@ -107,21 +82,17 @@ def _run_all(
                 sample(forwarded, tail)
 
 
-def _do_nothing(*_: object) -> None:
-    pass
-
-
 @contextmanager
 def stand_in_device(device: torch.device) -> Iterator[None]:
     """Let the runner inside work with tensors without memory, and capture nothing."""
     with ExitStack() as stack:
         for owner, name, instead in (
-            (torch.cuda, "Event", _Event),
-            (torch.cuda, "Stream", _Stream),
-            (torch.cuda, "current_stream", _Stream),
+            (torch.cuda, "Event", _event),
+            (torch.cuda, "Stream", Mock),
+            (torch.cuda, "current_stream", Mock),
             (torch.cuda, "stream", nullcontext),
-            (torch.cuda, "synchronize", _do_nothing),
-            (torch.cuda, "empty_cache", _do_nothing),
+            (torch.cuda, "synchronize", Mock()),
+            (torch.cuda, "empty_cache", Mock()),
             (torch.cuda, "current_device", lambda: device.index),
             (StepGraphs, "capture", _run_all),
         ):
