@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from benchmarks.cli.shared import HELP as SHARED
-from benchmarks.cli.shared import Output
+from benchmarks.cli.shared import Output, words
 from benchmarks.engines.capacity import run_capacity
 from benchmarks.engines.headwise import HeadwiseBench, run_headwise
 from benchmarks.engines.headwise_options import VARIANTS, HeadwiseOptions
@@ -13,7 +13,7 @@ from benchmarks.measure.shapes import SHAPES
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import capacity_rows, headwise_rows
 from mrv1.cli.console import check_target, say, show_table, write_result
-from mrv1.cli.options import FieldsOf, command, words
+from mrv1.cli.options import FieldsOf, command
 
 NAMES = {"policy": "head-policy"}
 HELP = SHARED | {

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.cli.shared import HELP as SHARED
-from benchmarks.cli.shared import Output, cells
+from benchmarks.cli.shared import Output, cells, counts, words
 from benchmarks.kernels.attention import run_attention
 from benchmarks.kernels.attention_options import AttentionBench
 from benchmarks.kernels.kv_write import KVWriteBench, run_kv_write
@@ -21,7 +21,7 @@ from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import query_heads, variant_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import check_target, say, show_table, write_result
-from mrv1.cli.options import FieldsOf, command, counts, words
+from mrv1.cli.options import FieldsOf, command
 
 NAMES = {"num_q_heads": "q-heads", "num_kv_heads": "kv-heads"}
 HELP = SHARED | {

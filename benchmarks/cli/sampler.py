@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from rich.table import Table
 
 from benchmarks.cli.kernels import HELP
-from benchmarks.cli.shared import Output
+from benchmarks.cli.shared import Output, counts, words
 from benchmarks.kernels.sampler import SamplerBench, run_sampler
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import variant_rows
 from mrv1.cli.console import check_target, say, show_table, write_result
-from mrv1.cli.options import FieldsOf, command, counts, words
+from mrv1.cli.options import FieldsOf, command
 
 
 @command

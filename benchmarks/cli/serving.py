@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from benchmarks.cli.shared import HELP as SHARED
-from benchmarks.cli.shared import Output, Shape, chosen_shape
+from benchmarks.cli.shared import Output, Shape, chosen_shape, words
 from benchmarks.engines.serving import ENGINES, ServingBench, arrivals, run_serving
 from benchmarks.report.charts import serving_chart
 from benchmarks.report.columns import COLUMNS, console
@@ -18,7 +18,7 @@ from benchmarks.report.files import ResultFile
 from benchmarks.report.rows import serving_rows
 from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import FAILURE, INTERRUPTED, check_target, say, show_table, write_result
-from mrv1.cli.options import FieldsOf, command, words
+from mrv1.cli.options import FieldsOf, command
 from mrv1.errors import ConfigError
 
 HELP = SHARED | {

@@ -10,6 +10,7 @@ import typer
 from benchmarks.kernels.attention_case import Cell
 from benchmarks.measure.shapes import SHAPES
 from mrv1.cli.options import MODEL_HELP
+from mrv1.errors import ConfigError
 
 DEFAULT_SHAPE = "qwen3-0.6b"
 
@@ -37,3 +38,16 @@ def chosen_shape(
 def cells(text: str) -> tuple[Cell, ...]:
     """Return the cells that a text has between commas."""
     return tuple(Cell.parse(cell) for cell in text.split(",") if text)
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Return the comma-separated words of a text."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def counts(name: str, text: str) -> tuple[int, ...]:
+    """Return the comma-separated numbers of a text; ConfigError: a part is not a number."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{name}: expected counts such as 1,256, got {text!r}")
+    return tuple(map(int, parts))

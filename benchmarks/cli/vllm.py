@@ -8,12 +8,12 @@ import typer
 from rich.table import Table
 
 from benchmarks.cli.shared import HELP as SHARED
-from benchmarks.cli.shared import Output, Shape, cells, chosen_shape
+from benchmarks.cli.shared import Output, Shape, cells, chosen_shape, counts, words
 from benchmarks.engines.vllm import MODES, VLLMBench, run_vllm
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import cell_rows, mode_rows
 from mrv1.cli.console import FAILURE, INTERRUPTED, check_target, say, show_table, write_result
-from mrv1.cli.options import FieldsOf, command, counts, words
+from mrv1.cli.options import FieldsOf, command
 
 HELP = SHARED | {
     "modes": f"What to measure, comma-separated: {', '.join(MODES)}. backend: vLLM with mrv1's "

@@ -114,9 +114,7 @@ def _title(options: CalibrateOptions) -> str:
 
 def _table(options: CalibrateOptions, found: Calibration) -> Table:
     policy = found.policy
-    share = policy.num_tokens_held(options.num_tokens) / (
-        options.num_tokens * policy.num_layers * policy.num_kv_heads
-    )
+    share = policy.cache_share(options.num_tokens)
     table = Table(
         title=f"{_title(options)}: {policy.full_share:.0%} of the heads full",
         caption=f"{found.full.num_answers} facts that the ranking has not seen; a request of "

@@ -150,19 +150,6 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Return the comma-separated words of a text."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
-
-
-def counts(name: str, text: str) -> tuple[int, ...]:
-    """Return the comma-separated numbers of a text; ConfigError: a part is not a number."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ConfigError(f"{name}: expected counts such as 1,256, got {text!r}")
-    return tuple(map(int, parts))
-
-
 def _json_object(name: str, text: str) -> dict[str, object]:
     """Return the JSON object of a text; ConfigError: the text is something else."""
     try:

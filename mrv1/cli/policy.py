@@ -187,7 +187,7 @@ def _facts(policy: HeadPolicy, context: int) -> dict[str, object]:
             for seen, count in _counts(policy).items()
         ],
         "context": context,
-        "cache_share": _cache_share(policy, context),
+        "cache_share": policy.cache_share(context),
         "heads": [[list(seen) for seen in layer] for layer in policy.heads],
     }
 
@@ -198,16 +198,10 @@ def _counts(policy: HeadPolicy) -> dict[Visible, int]:
     return {seen: counts[seen] for seen in policy.groups}
 
 
-def _cache_share(policy: HeadPolicy, context: int) -> float:
-    """Return the tokens that a request's heads keep, as a share of all tokens in all heads."""
-    all_heads = policy.num_layers * policy.num_kv_heads
-    return policy.num_tokens_held(context) / (context * all_heads)
-
-
 def _share(policy: HeadPolicy, context: int) -> str:
     return (
         f"{policy.full_share:.0%} of the heads full; a request of {context:,} tokens needs "
-        f"{_cache_share(policy, context):.1%} of the uniform KV cache"
+        f"{policy.cache_share(context):.1%} of the uniform KV cache"
     )
 
 

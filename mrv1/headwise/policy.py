@@ -11,6 +11,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.kernels.cache.kv_layout import HeadRole
+from mrv1.options import Range, integers
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +69,6 @@ class Visible(NamedTuple):
         oldest = (num_tokens - (self.window - 1)) // block_size
         return np.maximum(oldest, self.sink_blocks(block_size))
 
-    def freed_blocks(self, num_tokens: int, block_size: int) -> range:
-        """Return the logical blocks that the head no longer sees after ``num_tokens`` tokens."""
-        first = self.sink_blocks(block_size)
-        end = first if self.is_full else int(self.first_live(num_tokens, block_size))
-        return range(first, end)
-
 
 FULL = Visible()  # a full head sees all tokens
 
@@ -83,31 +79,31 @@ def _expect(is_right: bool, name: str, expected: str, got: object) -> None:
         raise ConfigError(f"{name}: expected {expected}, got {got!r:.500}")
 
 
-def _is_int(value: object, least: int) -> bool:
-    """Return whether ``value`` is an integer >= ``least`` (a bool is not) that fits int32."""
-    return type(value) is int and least <= value <= INT32_MAX
+@cache
+def _count(least: int) -> Range:
+    """Return the range of the integers from ``least`` on that fit int32."""
+    return integers(least, INT32_MAX)
 
 
 def _is_share(value: object) -> bool:
-    """Return whether ``value`` is a real number from 0 to 1 (a bool and NaN are not)."""
-    return not isinstance(value, bool) and isinstance(value, Real) and value <= 1 and not value < 0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def _check_int(name: str, value: object, least: int) -> None:
-    """Raise unless ``value`` is an integer >= ``least`` that fits int32."""
-    _expect(_is_int(value, least), name, f"an integer from {least} to {INT32_MAX}", value)
+_SHARE = Range("a number from 0 to 1", _is_share)
+_FLAG = integers(0, 1)
 
 
-def _check_share(name: str, value: object) -> None:
-    """Raise unless ``value`` is a number from 0 to 1."""
-    _expect(_is_share(value), name, "a number from 0 to 1", value)
+def _check(name: str, value: object, within: Range) -> None:
+    """Raise a ``ConfigError`` unless a value is in a range."""
+    _expect(within.holds(value), name, within.expected, value)
 
 
 def _is_visible(seen: object) -> bool:
     """Return whether ``seen`` is a ``Visible`` with a valid window and sink."""
     if not isinstance(seen, Visible):
         return False
-    return _is_int(seen.window, -1) and _is_int(seen.sink, 0) and (seen.window > 0 or seen == FULL)
+    are_counts = _count(-1).holds(seen.window) and _count(0).holds(seen.sink)
+    return are_counts and (seen.window > 0 or seen == FULL)
 
 
 def _rtpurbo_query_heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int) -> int:
@@ -122,7 +118,7 @@ def _rtpurbo_query_heads(config: Mapping[str, Any], num_layers: int, num_kv_head
         got = text.get(name)
         _expect(got in (None, expected), name, f"{expected}, as the model has", got)
     number = text.get("num_attention_heads")
-    is_multiple = _is_int(number, 1) and number % num_kv_heads == 0
+    is_multiple = _count(1).holds(number) and number % num_kv_heads == 0
     of_heads = f"a multiple of {num_kv_heads} KV heads beside {RTPURBO_FIELD}"
     _expect(is_multiple, "num_attention_heads", of_heads, number)
     return int(number)
@@ -137,13 +133,12 @@ def _check_rtpurbo(fields: Any, num_layers: int, num_q_heads: int) -> None:  # n
     _expect(not unknown, RTPURBO_FIELD, known, unknown)
     for name, default in RTPURBO_SIZES.items():
         size = fields.get(name, default)
-        is_size = _is_int(size, 0) and size < INT32_MAX  # a window has one token more
-        expected = f"an integer from 0 to {INT32_MAX - 1}"
-        _expect(is_size, f"{RTPURBO_FIELD}, {name}", expected, size)
+        within = integers(0, INT32_MAX - 1)  # a window has one token more
+        _check(f"{RTPURBO_FIELD}, {name}", size, within)
     for layer in layers:
         heads = fields.get(layer)
         is_list = isinstance(heads, list | tuple) and len(heads) == num_q_heads
-        is_list = is_list and all(_is_int(each, 0) and each <= 1 for each in heads)
+        is_list = is_list and all(map(_FLAG.holds, heads))
         expected = f"a 0 or 1 for each of {num_q_heads} query heads"
         _expect(is_list, f"{RTPURBO_FIELD}, layer {layer}", expected, heads)
 
@@ -221,13 +216,13 @@ class HeadPolicy:
         Raises:
             ConfigError: an argument has a wrong type or is out of its range.
         """
-        _check_int("num_layers", num_layers, 1)
-        _check_int("num_kv_heads", num_kv_heads, 1)
-        _check_share("streaming_ratio", streaming_ratio)
-        _check_int("window", window, 1)
-        _check_int("sink", sink, 0)
+        _check("num_layers", num_layers, _count(1))
+        _check("num_kv_heads", num_kv_heads, _count(1))
+        _check("streaming_ratio", streaming_ratio, _SHARE)
+        _check("window", window, _count(1))
+        _check("sink", sink, _count(0))
         _expect(
-            full_layers_every is None or _is_int(full_layers_every, 2),
+            full_layers_every is None or _count(2).holds(full_layers_every),
             "full_layers_every",
             f"None or an integer from 2 to {INT32_MAX}",
             full_layers_every,
@@ -272,21 +267,21 @@ class HeadPolicy:
             return cls.of_rtpurbo(config, num_layers, num_kv_heads)
         if ratio is None:
             return None
-        _check_share(FASTDEPLOY_FIELD, ratio)
+        _check(FASTDEPLOY_FIELD, ratio, _SHARE)
         if ratio == 0:
             return cls.full(num_layers, num_kv_heads)
         window: Any = config.get("window_size")
         sink: Any = 0 if config.get("sink_size") is None else config["sink_size"]
         every: Any = config.get("window_attn_skip_freq")
-        _check_int("window_size", window, 1)
-        _check_int("sink_size", sink, 0)
+        _check("window_size", window, _count(1))
+        _check("sink_size", sink, _count(0))
         is_listed = (
             isinstance(every, list | tuple)
             and len(every) == num_layers
-            and all(_is_int(each, 0) and each <= 1 for each in every)
+            and all(map(_FLAG.holds, every))
         )
         _expect(
-            every is None or _is_int(every, 1) or is_listed,
+            every is None or _count(1).holds(every) or is_listed,
             "window_attn_skip_freq",
             f"an integer from 1 to {INT32_MAX}, or a 0 or 1 for each of {num_layers} layers",
             every,
@@ -365,7 +360,7 @@ class HeadPolicy:
         Raises:
             ConfigError: a file is missing or not as described, or the sparsity is not in [0, 1].
         """
-        _check_share("sparsity", sparsity)
+        _check("sparsity", sparsity, _SHARE)
         folder = Path(folder)
         table, sizes = folder / DUO_ATTENTION_TABLE, folder / "config.json"
         try:
@@ -385,8 +380,8 @@ class HeadPolicy:
         is_object = isinstance(config, dict)
         _expect(is_object, str(sizes), "an object with sink_size and recent_size", config)
         seen = Visible(config.get("recent_size"), config.get("sink_size"))
-        _check_int(f"{sizes}, recent_size", seen.window, 1)
-        _check_int(f"{sizes}, sink_size", seen.sink, 0)
+        _check(f"{sizes}, recent_size", seen.window, _count(1))
+        _check(f"{sizes}, sink_size", seen.sink, _count(0))
         order = np.argsort(weights.clip(0, 1), axis=None, kind="stable")
         streams = np.zeros(weights.size, dtype=np.bool_)
         streams[order[: round(sparsity * weights.size)]] = True
@@ -510,3 +505,8 @@ class HeadPolicy:
                 held = num_tokens if seen.is_full else seen.sink + seen.window - 1
                 total += min(held, num_tokens)
         return total
+
+    def cache_share(self, num_tokens: int) -> float:
+        """Return ``num_tokens_held`` as a share of all tokens in all heads."""
+        all_heads = self.num_layers * self.num_kv_heads
+        return self.num_tokens_held(num_tokens) / (num_tokens * all_heads)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
 from mrv1.headwise.policy import FULL, HeadPolicy, Visible
+from mrv1.options import integers
 
 Head = tuple[int, int]  # layer and KV head
 BLOCK_SIZE = 16  # tokens of a block in which ``policy_of_cache`` counts, the engine's default
@@ -142,13 +143,13 @@ class HeadRanking:
             keys = sorted(content) if isinstance(content, dict) else type(content).__name__
             raise ConfigError(f"{name}: expected the keys {sorted(RANKING_KEYS)}, got {keys}")
         sizes = [content[key] for key in ("version", "num_layers", "num_kv_heads", "window")]
-        if not all(_is_count(size) for size in sizes) or sizes[0] != 1:
+        if not all(map(integers(1, INT32_MAX).holds, sizes)) or sizes[0] != 1:
             raise ConfigError(
                 f"{name}: expected version 1 and num_layers, num_kv_heads, window >= 1, got "
                 f"{sizes}"
             )
         _, layers, kv_heads, window = sizes
-        if not _is_count(content["sink"], 0):
+        if not integers(0, INT32_MAX).holds(content["sink"]):
             raise ConfigError(f"{name}: expected sink >= 0, got {content['sink']!r}")
         rows = content["heads"] if isinstance(content["heads"], list) else [content["heads"]]
         wrong = [row for row in rows if not _is_ranked(row, layers, kv_heads)]
@@ -167,19 +168,14 @@ class HeadRanking:
         )
 
 
-def _is_count(value: object, least: int = 1) -> bool:
-    """Return whether ``value`` is an integer from ``least`` to the largest of int32."""
-    return type(value) is int and least <= value <= INT32_MAX
-
-
 def _is_ranked(row: object, num_layers: int, num_kv_heads: int) -> bool:
     """Return whether ``row`` is a layer, a head and a finite loss."""
     if not isinstance(row, list) or len(row) != 3:
         return False
     layer, head, loss = row
-    is_head = _is_count(layer, 0) and _is_count(head, 0)
+    is_layer, is_head = (integers(0, most - 1).holds for most in (num_layers, num_kv_heads))
     is_loss = type(loss) in (int, float) and isfinite(loss)
-    return is_loss and is_head and layer < num_layers and head < num_kv_heads
+    return is_loss and is_layer(layer) and is_head(head)
 
 
 def num_full_heads(num_heads: int, budget: float) -> int:
