@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,17 +83,14 @@ def resolve_device(device: str | torch.device, option: str = "device") -> torch.
         UnsupportedDeviceError: there is no such GPU, it is older than sm_80, or the process
             interprets Triton kernels and so cannot launch on a GPU.
     """
+    resolved = None
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() and not INTERPRET else "cpu"
-    try:
+    with suppress(RuntimeError, TypeError):
         resolved = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"{option}: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}"
-        ) from error
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if resolved.type != "cuda":
+        if resolved.type == "cpu":
+            return torch.device("cpu")
+    if resolved is None or resolved.type != "cuda":
         raise ConfigError(f"{option}: expected 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     if INTERPRET:
         raise UnsupportedDeviceError(

@@ -389,12 +389,6 @@ def translated(
     return found
 
 
-def check_arguments(given: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
-    """Raise for arguments of ``generate`` that mrv1 lacks: ``error``, or TypeError if unknown."""
-    if unknown := translated(given, ARGUMENTS, "an argument of generate", error):
-        raise TypeError(f"{min(unknown)}: expected an argument of generate, got an unknown one")
-
-
 def refuse_attribute(owner: object, name: str) -> NoReturn:
     """Raise the AttributeError of an object for a name it lacks; says what to do if vLLM's."""
     of = type(owner).__name__

@@ -31,7 +31,6 @@ from mrv1.from_vllm import (
     OUTPUT,
     PARAMS,
     PROMPT,
-    check_arguments,
     translated,
 )
 from tests.from_vllm_page import PAGE, written
@@ -217,7 +216,7 @@ def test_optional_params_are_those_that_are_given():
 )
 def test_an_array_asks_for_something(array):
     with pytest.raises(RequestError, match="prompt_token_ids: expected an argument of generate"):
-        check_arguments({"prompt_token_ids": array}, RequestError)
+        translated({"prompt_token_ids": array}, ARGUMENTS, "an argument of generate", RequestError)
 
 
 def test_a_field_of_a_form_is_taken_or_says_what_to_do():

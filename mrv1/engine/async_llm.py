@@ -133,7 +133,7 @@ class AsyncLLM:
         """
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        given = Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
+        given = Submission(prompt, sampling_params, priority, fairness_id, lora_request)
         return self._generate(given, request_id)
 
     async def _generate(

@@ -35,7 +35,7 @@ from mrv1.engine.sampling_defaults import SamplingDefaults
 from mrv1.engine.shared_engine import SharedEngine
 from mrv1.engine.tokenizer import Tokenizer
 from mrv1.errors import RequestError, short
-from mrv1.from_vllm import ARGUMENTS, OtherArguments, check_arguments, refuse_attribute, translated
+from mrv1.from_vllm import ARGUMENTS, OtherArguments, refuse_attribute, translated
 from mrv1.headwise import HeadPolicy
 from mrv1.models import ModelConfig, NamedTensors
 from mrv1.options import takes
@@ -163,7 +163,9 @@ class LLM(AdapterCalls):
                 list a failed request is returned finished with ``error`` set; the others continue.
             StepError: the step of a single prompt failed, or the GPU has failed before.
         """
-        check_arguments(others, RequestError)
+        expected = "an argument of generate"
+        if unknown := translated(others, ARGUMENTS, expected, RequestError):
+            raise TypeError(f"{min(unknown)}: expected {expected}, got an unknown one")
         single = is_prompt(prompts)
         batch = cast("list[Prompt]", [prompts] if single else list(prompts or ()))
         return self._generate(
@@ -198,7 +200,7 @@ class LLM(AdapterCalls):
             try:
                 if isinstance(prompt, RequestError):
                     raise prompt
-                given[row] = Submission.copied(
+                given[row] = Submission(
                     prompt, params[row], priorities[row], fairness_ids[row], adapters[row]
                 )
             except RequestError as error:
@@ -242,7 +244,7 @@ class LLM(AdapterCalls):
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         return self._stream(
-            Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
+            Submission(prompt, sampling_params, priority, fairness_id, lora_request)
         )
 
     def _stream(self, given: Submission) -> Generator[RequestOutput, None, None]:
@@ -366,7 +368,7 @@ class LLM(AdapterCalls):
         Raises:
             RequestError: the prompt, the parameters or the id are wrong; nothing is queued.
         """
-        given = Submission.copied(prompt, sampling_params, priority, fairness_id, lora_request)
+        given = Submission(prompt, sampling_params, priority, fairness_id, lora_request)
         return self.shared.add(given, request_id)
 
     def step(self) -> list[RequestOutput]:

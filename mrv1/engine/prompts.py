@@ -38,7 +38,10 @@ class TokensPrompt(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What a caller gives with a request; prompt and parameters are copies of the caller's."""
+    """What a caller gives with a request: copies of prompt and parameters.
+
+    RequestError: a part cannot be copied.
+    """
 
     prompt: Prompt
     params: object
@@ -46,17 +49,10 @@ class Submission:
     fairness_id: str = ""
     lora_request: object = None
 
-    @classmethod
-    def copied(
-        cls,
-        prompt: Prompt,
-        params: object,
-        priority: int,
-        fairness_id: str,
-        lora_request: object = None,
-    ) -> Submission:
-        """Return a copy that no later change reaches; RequestError: a part cannot be copied."""
-        return cls(own_prompt(prompt), own_params(params), priority, fairness_id, lora_request)
+    def __post_init__(self) -> None:
+        """Copy what a caller may change later."""
+        object.__setattr__(self, "prompt", own_prompt(self.prompt))
+        object.__setattr__(self, "params", own_params(self.params))
 
 
 def make_group(

@@ -69,17 +69,10 @@ def rank_heads(
     method: Method = "greedy",
     on_round: Callable[[int], None] = lambda num_left: None,
 ) -> HeadRanking:
-    """Rank heads by the loss when they stream.
+    """Rank heads of a model by the loss when they stream; of equal losses the first head first.
 
-    Args:
-        num_layers: layers of the model.
-        num_kv_heads: KV heads of each layer.
-        heads: heads to rank; of heads with equal losses the first streams first.
-        streaming: window and sink of a streaming head.
-        loss: returns a policy's loss in nats; called ``num_losses`` times, more if rounds are
-            halved.
-        method: several rounds, or one.
-        on_round: called before each round with the number of heads that are still full.
+    ``loss`` returns a policy's loss in nats; it is called ``num_losses`` times, more if rounds are
+    halved. ``on_round`` gets the number of heads that are still full before each round.
 
     Raises:
         ConfigError: there is no such method, or a loss is not a finite number.

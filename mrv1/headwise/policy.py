@@ -86,7 +86,7 @@ def _count(least: int) -> Range:
 
 
 def _is_share(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value <= 1
+    return not isinstance(value, bool) and isinstance(value, Real) and value <= 1 and not value < 0
 
 
 _SHARE = Range("a number from 0 to 1", _is_share)
@@ -313,11 +313,7 @@ class HeadPolicy:
         ``swa_token_num`` before it and the first ``sink_token_num``. RTP-LLM leaves all heads full
         in prompts below ``seqlen_threshold`` tokens, and in decodes of any length. Here heads
         stream throughout; a warning says so where the threshold is more than the window.
-
-        Args:
-            config: a ``config.json``, with ``num_attention_heads`` beside the field.
-            num_layers: layers of the model.
-            num_kv_heads: KV heads of each layer, all ranks together.
+        ``config`` is a ``config.json``, with ``num_attention_heads`` beside the field.
 
         Raises:
             ConfigError: a list or a size is wrong, a key is unknown, or the checkpoint has other

@@ -139,18 +139,11 @@ class AsyncOutput:
     ) -> None:
         """Store the arguments; nothing waits yet.
 
-        Args:
-            plan: the step that was launched.
-            num_output: ``[device rows]``, tokens of each; negative = it failed (``FAILURES``).
-            tokens: ``[device rows, most tokens]``; both are valid once the step is over.
-            done: event recorded after the step; None on a CPU.
-            rows: ``[rows]``, the device row of each row of the plan; None = the first, in order.
-            refusals: by row of the plan, the error of a request that a custom processor refused.
-            on_output: called with the result once it has been read.
-            logprobs: log-probabilities of the tokens that the step draws.
-            prompt_logprobs: log-probabilities of prompt tokens.
-            waiting: returns a context for the wait, which may raise a RuntimeError at its end.
-                None = none.
+        ``num_output [device rows]`` (negative = it failed, ``FAILURES``) and ``tokens [device
+        rows, most tokens]`` are valid once ``done`` has passed, None on a CPU. ``rows``: the
+        device row of each row of the plan; None = the first, in order. ``refusals``, by row of the
+        plan, are of custom processors. ``on_output`` gets the result once it has been read;
+        ``waiting`` returns a context for the wait, which may raise a RuntimeError at its end.
         """
         self._plan, self._rows, self._done, self._on_output = plan, rows, done, on_output
         self._num_output, self._tokens, self._refusals = num_output, tokens, refusals or {}

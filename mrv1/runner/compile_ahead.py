@@ -32,9 +32,9 @@ from mrv1.device import FP_FUSION, DeviceInfo, resolve_dtype, visible_gpus
 from mrv1.environment import child_environment, module_paths
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.headwise import HeadPolicy
-from mrv1.models import Checkpoint, ModelConfig
+from mrv1.models import ModelConfig
 from mrv1.progress import progress_bar
-from mrv1.runner.head_groups import resolve_policy
+from mrv1.runner.head_groups import read_config, resolve_policy
 
 if TYPE_CHECKING:
     from mrv1.kernels._base.recording import KernelRecorder
@@ -98,14 +98,8 @@ class KernelSet:
         Raises:
             ConfigError: a wrong checkpoint or target, or no GPU.
         """
-        gpu, checkpoint = _gpu(target), Checkpoint.open(config.model)
-        quantization = checkpoint.quantization_on(config.quantization, gpu.device)
-        config = replace(config, model=str(checkpoint.path), quantization=quantization)
-        model = ModelConfig.from_pretrained(
-            config.model,
-            generation_config=config.generation_config,
-            quantization=config.quantization,
-        ).for_context(config.max_model_len)
+        gpu = _gpu(target)
+        config, model = read_config(config, gpu.device)
         return cls(
             config=config,
             model_config=model,

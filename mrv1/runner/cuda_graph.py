@@ -135,15 +135,11 @@ class StepGraphs:
         *,
         progress: bool,
     ) -> None:
-        """Capture a graph of each shape, in this order.
+        """Capture a graph of each shape, the largest first: the others fit into its memory.
 
-        Args:
-            shapes: some of ``self.shapes``, the largest first: the others fit into its memory.
-            run: launches a step of padding of a shape and returns the value that ``replay`` is to
-                return; called twice per shape, first to compile, then to capture.
-            sample: launches the sampling after a step of ``run`` that does not sample; likewise.
-            tails: returns the sampling to capture for a shape that does not sample.
-            progress: show a progress bar.
+        ``run`` launches a step of padding of a shape and returns what ``replay`` is to return;
+        ``sample`` launches the sampling after a step of ``run`` that does not sample. Each is
+        called twice, first to compile, then to capture. ``tails`` are what ``sample`` captures.
         """
         # cuBLAS keeps a workspace for each stream, and all captures run on one stream. These
         # graphs must not use a workspace in the memory pool of other graphs: free it first.

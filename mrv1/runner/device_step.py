@@ -376,19 +376,10 @@ class DeviceStep:
         check: Callable[[InputBatch], None] | None = None,
         on_kv_written: Callable[[int], None] | None = None,
     ) -> tuple[InputBatch, torch.Tensor]:
-        """Apply the upload, gather the step's tokens and run the layers.
+        """Apply the upload, gather the step's tokens and run the layers; see ``LayersLaunch``.
 
-        Args:
-            shape: shape of the step.
-            staged: the step's upload.
-            query_lens: ``[rows]``, tokens of each row; None while a graph is captured.
-            seq_lens: ``[rows]``, cached tokens after the step; None while a graph is captured.
-            attn_mask_offsets: ``[tokens, 2]``, the keys that each token sees; None = causal.
-            check: called with the gathered batch, before the layers run.
-            on_kv_written: called with each layer's index, as in ``DecoderModel.forward``.
-
-        Returns:
-            The step's batch, and the hidden states of its tokens, ``[tokens, hidden]``.
+        ``query_lens`` and ``seq_lens`` are None while a graph is captured. Returns the batch, and
+        the hidden states of its tokens, ``[tokens, hidden]``.
         """
         staging = self.staging
         if staged.words is staging.fetched:

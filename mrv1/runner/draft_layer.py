@@ -95,13 +95,10 @@ class DraftLayer:
     ) -> None:
         """Make the drafts after the tokens that a step has sampled and appended.
 
-        Args:
-            batch: the step's; its block table is *written* where drafts need one column more.
-            idx_mapping: ``[rows]``, slots; -1 = padding.
-            logits_rows: ``[rows]``, as ``GatheredTokens.logits_rows``.
-            hidden: ``[tokens, hidden]``, what the target has returned.
-            cache: the head's layer of the KV cache.
-            num_sampled: ``[rows]``, tokens that each row has sampled; None = one.
+        The batch's block table is *written* where drafts need one column more. ``idx_mapping
+        [rows]`` are slots, -1 = padding; ``logits_rows [rows]`` as in ``GatheredTokens``;
+        ``hidden [tokens, hidden]`` is the target's; ``cache`` the head's layer; ``num_sampled
+        [rows]`` the tokens that each row has sampled, None = one.
         """
         slots, slot = self.slots, idx_mapping.clamp(min=0)
         features = self._features[: batch.num_tokens] if len(self._features) else hidden

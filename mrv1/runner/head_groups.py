@@ -1,13 +1,31 @@
-"""The head policy of a runner, and which KV heads share blocks."""
+"""What a runner reads of a checkpoint, its head policy, and which KV heads share blocks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy, policy_source
 from mrv1.models import Checkpoint, ModelConfig
+
+
+def read_config(
+    config: EngineConfig, device: torch.device, *, progress: bool = True
+) -> tuple[EngineConfig, ModelConfig]:
+    """Return the configuration with the checkpoint's directory, and the model's; or ConfigError.
+
+    The directory is found once: that of a Hugging Face id may change between two calls.
+    """
+    checkpoint = Checkpoint.open(config.model, progress=progress)
+    quantization = checkpoint.quantization_on(config.quantization, device)
+    config = replace(config, model=str(checkpoint.path), quantization=quantization)
+    model_config = ModelConfig.from_pretrained(
+        config.model, generation_config=config.generation_config, quantization=quantization
+    )
+    return config, model_config.for_context(config.max_model_len)
 
 
 def resolve_policy(

@@ -283,32 +283,16 @@ class RequestState:
     def _check_entering(self, request: SlotRequest) -> None:
         self._check_slots((request.slot,))
         name, num_tokens = f"of {request.req_id!r}", len(request.token_ids)
-        if not 1 <= num_tokens <= self.max_model_len:
-            raise ValueError(
-                f"token_ids {name}: expected 1 to {self.max_model_len} tokens, got {num_tokens}"
-            )
-        if not 1 <= request.prompt_len <= num_tokens:
-            raise ValueError(
-                f"prompt_len {name}: expected 1 to {num_tokens}, got {request.prompt_len}"
-            )
-        if not num_tokens < request.max_total_tokens <= self.max_model_len:
-            raise ValueError(
-                f"max_total_tokens {name}: expected {num_tokens + 1} to {self.max_model_len}, "
-                f"got {request.max_total_tokens}"
-            )
-        if not 0 <= request.num_computed_tokens < num_tokens:
-            raise ValueError(
-                f"num_computed_tokens {name}: expected 0 to {num_tokens - 1}, "
-                f"got {request.num_computed_tokens}"
-            )
-        for field, token_ids in (
-            ("stop_token_ids", request.stop_token_ids),
-            ("late_token_ids", _late_tokens(request)),
+        for field, least, count, most in (
+            ("token_ids", 1, num_tokens, self.max_model_len),
+            ("prompt_len", 1, request.prompt_len, num_tokens),
+            ("max_total_tokens", num_tokens + 1, request.max_total_tokens, self.max_model_len),
+            ("num_computed_tokens", 0, request.num_computed_tokens, num_tokens - 1),
+            ("stop_token_ids", 0, len(request.stop_token_ids), MAX_STOP_TOKENS),
+            ("late_token_ids", 0, len(_late_tokens(request)), MAX_STOP_TOKENS),
         ):
-            if len(token_ids) > MAX_STOP_TOKENS:
-                raise ValueError(
-                    f"{field} {name}: expected at most {MAX_STOP_TOKENS}, got {len(token_ids)}"
-                )
+            if not least <= count <= most:
+                raise ValueError(f"{field} {name}: expected {least} to {most} tokens, got {count}")
         max_num, max_len = self._stop_sequences_shape
         lens = [len(sequence) for sequence in request.stop_token_sequences]
         if len(lens) > max_num or any(not 1 <= length <= max_len for length in lens):

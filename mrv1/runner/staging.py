@@ -231,16 +231,10 @@ class Staging:
     ) -> Sent:
         """Write an upload to ``slot`` of the ring for ``fetch_upload``; aside if it is too long.
 
-        Args:
-            slot: the step's slot in this ring and in the ring of outputs.
-            upload: changes of the state.
-            idx_mapping: ``[rows]``, slots of requests; -1 = padding.
-            query_lens: ``[rows]``; None = no kernel reads ``query_start_loc``.
-            drafts: drafts of each row; () = none.
-            is_captured: whether a graph runs the step, and finds the drafts in ``static_view``.
-            num_sources: how many of the first tokens have a source of features.
-
-        Returns what ``staged`` needs.
+        ``idx_mapping [rows]`` are slots, -1 = padding; ``query_lens [rows]`` None = no kernel
+        reads ``query_start_loc``; ``is_captured``: a graph finds the drafts in ``static_view``;
+        ``num_sources``: of the first tokens, those with a source of features. Returns what
+        ``staged`` needs.
         """
         end = self._segments_start + upload.num_words
         draft_words, num_drafts = None, (0, 0)

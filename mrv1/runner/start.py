@@ -21,7 +21,7 @@ from mrv1.runner.debug import synced
 from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
-from mrv1.runner.head_groups import resolve_head_groups, resolve_policy
+from mrv1.runner.head_groups import read_config, resolve_head_groups, resolve_policy
 from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand, check_codes
 from mrv1.runner.profile import blocks_of_groups, empty_batch, warm_up
@@ -48,22 +48,6 @@ class RunnerParts:
     """How the GPU converts the cache's codes; None = the cache has none."""
     is_checkpoint: bool
     """Whether the model is that of the configured checkpoint, not one of the caller's."""
-
-
-def read_config(
-    config: EngineConfig, device: torch.device, *, progress: bool
-) -> tuple[EngineConfig, ModelConfig]:
-    """Return the configuration with the checkpoint's directory, and the model's; or ConfigError.
-
-    The directory is found once: that of a Hugging Face id may change between two calls.
-    """
-    checkpoint = Checkpoint.open(config.model, progress=progress)
-    quantization = checkpoint.quantization_on(config.quantization, device)
-    config = replace(config, model=str(checkpoint.path), quantization=quantization)
-    model_config = ModelConfig.from_pretrained(
-        config.model, generation_config=config.generation_config, quantization=quantization
-    )
-    return config, model_config.for_context(config.max_model_len)
 
 
 def build_parts(

@@ -190,12 +190,9 @@ class Sampler:
     ) -> None:
         """Apply every edit that comes before the temperature.
 
-        Args:
-            logits: ``[rows, vocab]``, *written*.
-            idx_mapping: ``[rows]`` int32, the slot of each row; -1 = padding.
-            history: of every slot.
-            ahead: ``[rows]`` int64, drafts between the newest known token and the row; None = 0.
-            draft_token_ids: ``[requests, max_drafts]`` int32, the drafts of each request.
+        ``logits [rows, vocab]`` are *written*. ``idx_mapping [rows]`` int32 are slots, -1 =
+        padding; ``ahead [rows]`` int64 drafts between the newest known token and the row, None =
+        0; ``draft_token_ids [requests, max_drafts]`` int32.
         """
         ops, first = self._ops, self._first_token
         given, drafts = (logits, idx_mapping, history), draft_token_ids

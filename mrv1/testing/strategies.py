@@ -348,18 +348,10 @@ def kv_layouts(
     max_query_len: int = 8,
     gap_elements: int = 8,
 ) -> LayoutCase:
-    """Draw a :class:`LayoutCase` of any kind with random roles.
+    """Draw a :class:`LayoutCase` of any of the kinds and sizes, with random roles.
 
-    Args:
-        draw: supplied by hypothesis.
-        kinds: kinds to draw from.
-        head_dims: head dimensions to draw from, multiples of 8.
-        block_sizes: tokens per block to draw from.
-        num_kv_heads: KV head counts to draw from.
-        max_reqs: requests the block ids suffice for.
-        max_blocks: blocks per request without a ring.
-        max_query_len: longest chunk the rings suffice for.
-        gap_elements: gaps of ``padded`` are multiples of this; 16 for fp8 caches.
+    ``head_dims`` are multiples of 8; a request without a ring has up to ``max_blocks`` blocks;
+    gaps of ``padded`` are multiples of ``gap_elements``: take 16 for fp8 caches.
     """
     kind = draw(st.sampled_from(list(kinds)))
     head_dim = draw(st.sampled_from(list(head_dims)))
@@ -474,12 +466,7 @@ def ragged_batches(
 ) -> RaggedBatch:
     """Draw a :class:`RaggedBatch` that fits ``layout``, around block, window and sink edges.
 
-    Args:
-        draw: supplied by hypothesis.
-        layout: gives the edges and the limits.
-        uniform_query_len: rows of q of every request, padding rows too; None = ragged.
-        min_reqs: fewest requests.
-        padding: whether to draw padding rows.
+    ``uniform_query_len``: rows of q of every request, padding rows too; None = ragged.
     """
     edges = _length_edges(layout)
     least = uniform_query_len or 1
@@ -833,14 +820,9 @@ def paged_caches(
 ) -> PagedCase:
     """Draw a :class:`PagedCase`: a layout, a batch that fits it, and the cache of both.
 
-    Args:
-        draw: supplied by hypothesis.
-        layouts: where layouts come from; None = :func:`kv_layouts` with its defaults.
-        dtypes: dtypes to draw from.
-        uniform_query_len: rows of q of every request (a decode step); None = ragged.
-        min_reqs: fewest requests.
-        granularities: granularities of the scales to draw from (None: no codes). Layouts of fp8
-            caches need ``gap_elements=16``, those of 4-bit caches 32.
+    ``layouts`` None = :func:`kv_layouts` with its defaults; ``uniform_query_len`` as in
+    :func:`ragged_batches`; of ``granularities``, None has no codes. Layouts of fp8 caches need
+    ``gap_elements=16``, those of 4-bit caches 32.
     """
     layout = draw(kv_layouts() if layouts is None else layouts)
     batch = draw(ragged_batches(layout, uniform_query_len=uniform_query_len, min_reqs=min_reqs))

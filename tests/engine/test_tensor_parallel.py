@@ -34,9 +34,9 @@ from mrv1 import (
 )
 from mrv1.engine.core import EngineCore
 from mrv1.kernels._base.peers import PeerError
+from mrv1.runner.head_groups import read_config
 from mrv1.runner.ranks import links, parallel_runner, processes
 from mrv1.runner.ranks.messages import RankStart
-from mrv1.runner.start import read_config
 from tests.engine.test_overlap import EOS, MAX_LEN, VOCAB, drained, run, schedules
 from tests.forked_child import in_forked_child
 from tests.models.families import tiny_checkpoint

@@ -327,7 +327,7 @@ def test_a_refused_plan_leaves_no_trace(checkpoint, expected):
         (replace(right, new=(new[0], enter("b", 1, [-1] * 20))), r"ids in \[0, 160\), got -1"),
         (
             replace(right, new=(new[0], replace(new[1], prompt_len=21))),
-            "prompt_len of 'b': expected 1 to 20, got 21",
+            "prompt_len of 'b': expected 1 to 20 tokens, got 21",
         ),
     ):
         with pytest.raises(StepError, match=message):

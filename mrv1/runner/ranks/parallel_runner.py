@@ -22,6 +22,7 @@ from mrv1.models import DecoderModel, NamedTensors
 from mrv1.models.lora import StoredAdapter
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
+from mrv1.runner.head_groups import read_config
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
 from mrv1.runner.ranks.control import Controls
@@ -29,7 +30,6 @@ from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
 from mrv1.runner.stand_in_ranks import stand_in_rank
-from mrv1.runner.start import read_config
 from mrv1.runner.step import StepPlan
 from mrv1.sampler import LogitsProcessor
 
