@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 def lazy_names(
     package: str, names_of_module: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package that also imports under TYPE_CHECKING.
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return a package's ``__getattr__``, ``__dir__`` and ``__all__``; it has TYPE_CHECKING too.
 
     ``names_of_module``: submodule, relative to the package -> its names that the package exports.
     A submodule itself is also imported on first use, listed here or not.
@@ -32,4 +32,4 @@ def lazy_names(
     def names() -> list[str]:
         return sorted({*namespace, *module_of_name})
 
-    return get, names
+    return get, names, [*module_of_name]

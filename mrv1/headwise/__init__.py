@@ -1,24 +1,15 @@
 """Which KV heads are full and which stream, and the calibration of that choice."""
 
-from mrv1.headwise.calibrate import rank_heads, rankable_heads
-from mrv1.headwise.groups import HeadGroup, HeadGroups
-from mrv1.headwise.policy import FULL, HeadPolicy, Visible
-from mrv1.headwise.ranking import HeadRanking
-from mrv1.headwise.recall import RecallLines, RecallPrompt, recall_prompt
-from mrv1.headwise.sources import PolicySource, policy_source
-
-__all__ = [
-    "FULL",
-    "HeadGroup",
-    "HeadGroups",
-    "HeadPolicy",
-    "HeadRanking",
-    "PolicySource",
-    "RecallLines",
-    "RecallPrompt",
-    "Visible",
-    "policy_source",
-    "rank_heads",
-    "rankable_heads",
-    "recall_prompt",
-]
+from mrv1.headwise.calibrate import rank_heads as rank_heads
+from mrv1.headwise.calibrate import rankable_heads as rankable_heads
+from mrv1.headwise.groups import HeadGroup as HeadGroup
+from mrv1.headwise.groups import HeadGroups as HeadGroups
+from mrv1.headwise.policy import FULL as FULL
+from mrv1.headwise.policy import HeadPolicy as HeadPolicy
+from mrv1.headwise.policy import Visible as Visible
+from mrv1.headwise.ranking import HeadRanking as HeadRanking
+from mrv1.headwise.recall import RecallLines as RecallLines
+from mrv1.headwise.recall import RecallPrompt as RecallPrompt
+from mrv1.headwise.recall import recall_prompt as recall_prompt
+from mrv1.headwise.sources import PolicySource as PolicySource
+from mrv1.headwise.sources import policy_source as policy_source

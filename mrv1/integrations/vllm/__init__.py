@@ -5,11 +5,9 @@ from typing import TYPE_CHECKING
 from mrv1.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from mrv1.integrations.vllm.request_check import RequestCheck
-    from mrv1.integrations.vllm.worker import Worker
+    from mrv1.integrations.vllm.request_check import RequestCheck as RequestCheck
+    from mrv1.integrations.vllm.worker import Worker as Worker
 else:
-    __getattr__, __dir__ = lazy_names(
+    __getattr__, __dir__, __all__ = lazy_names(
         __name__, {"request_check": ["RequestCheck"], "worker": ["Worker"]}
     )
-
-__all__ = ["RequestCheck", "Worker"]
