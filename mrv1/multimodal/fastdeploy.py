@@ -132,10 +132,8 @@ def _placed(
         item = MultimodalItem(features=each, start=start, modality=modality, grid_thw=grid)
         first += item.num_tokens
         if places[first - item.num_tokens : first] != [*range(item.start, item.end)]:
-            raise RequestError(
-                f"multimodal item ({item.name}): features: expected as many rows as there are "
-                f"consecutive placeholders {token_id}, got {item.num_tokens}"
-            )
+            expected = f"as many rows as there are consecutive placeholders {token_id}"
+            raise item.error("features", expected, item.num_tokens)
         items.append(item)
     if features and first < len(places):
         raise RequestError(

@@ -100,10 +100,10 @@ class MultimodalItem:
                 object.__setattr__(self, name, value)
                 check_fields(self, RequestError, argument.removesuffix(name), only=name)
         if self.modality == "audio" and self.grid_thw is not None:
-            raise self._error("grid_thw", "None for audio", short(self.grid_thw))
+            raise self.error("grid_thw", "None for audio", short(self.grid_thw))
         if self.modality != "video" and self.second_per_grid is not None:
             expected = f"None for {self.modality}"
-            raise self._error("second_per_grid", expected, short(self.second_per_grid))
+            raise self.error("second_per_grid", expected, short(self.second_per_grid))
         object.__setattr__(self, "num_tokens", len(self.tensor))
 
     @property
@@ -140,10 +140,14 @@ class MultimodalItem:
 
     def with_own_features(self) -> MultimodalItem:
         """Return a copy of the item, which no change of the caller's tensor or array changes."""
-        own = copy.copy(self)
+        own = self._with(self.tensor.clone())
         vars(own).pop("content_hash", None)  # of the features as they were at some time before
-        object.__setattr__(own, "features", self.tensor.clone())
         return own
+
+    def _with(self, features: torch.Tensor) -> MultimodalItem:
+        other = copy.copy(self)
+        object.__setattr__(other, "features", features)
+        return other
 
     def on_host(self) -> MultimodalItem:
         """Return the item with features on the CPU and the same hash; itself if they are there.
@@ -153,18 +157,13 @@ class MultimodalItem:
         if self.tensor.device.type == "cpu":
             return self
         _ = self.content_hash
-        copied = copy.copy(self)
-        object.__setattr__(copied, "features", self.tensor.cpu())
-        return copied
+        return self._with(self.tensor.cpu())
 
     def without_features(self) -> MultimodalItem:
         """Return a copy of the item for a process that needs its place and its hash alone."""
         _ = self.content_hash
-        bare = copy.copy(self)
         # Without memory: a view's pickle would share all of the item's with the other process.
-        nothing = torch.empty(0, self.tensor.shape[1], dtype=self.tensor.dtype)
-        object.__setattr__(bare, "features", nothing)
-        return bare
+        return self._with(torch.empty(0, self.tensor.shape[1], dtype=self.tensor.dtype))
 
     def prepared(
         self, hidden_size: int, dtype: torch.dtype, *, pin_memory: bool
@@ -176,22 +175,18 @@ class MultimodalItem:
         """
         tensor = self.tensor
         if tensor.shape[1] != hidden_size:
-            raise self._error(
+            raise self.error(
                 "features", f"[n, {hidden_size}], the model's hidden size", list(tensor.shape)
             )
         if tensor.dtype != dtype:
             tensor = tensor.to(dtype)
             if not torch.isfinite(tensor).all():
-                raise self._error("features", f"values that fit {dtype}", "larger values")
+                raise self.error("features", f"values that fit {dtype}", "larger values")
         if pin_memory and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         tensor = tensor.contiguous()
         _ = self.content_hash  # of the features as they were given
-        if tensor is self.features:
-            return self
-        prepared = copy.copy(self)
-        object.__setattr__(prepared, "features", tensor)
-        return prepared
+        return self if tensor is self.features else self._with(tensor)
 
     def _joined(self, source: object) -> torch.Tensor:
         """Return the features as one tensor ``[n, hidden]``."""
@@ -199,10 +194,10 @@ class MultimodalItem:
             return self._loaded(source)
         parts = [self._loaded(part) for part in source]
         if not parts:
-            raise self._error("features", "at least one tensor", "an empty list")
+            raise self.error("features", "at least one tensor", "an empty list")
         kinds = {(part.shape[1], part.dtype, part.device) for part in parts}
         if len(kinds) > 1:
-            raise self._error(
+            raise self.error(
                 "features",
                 "parts of one hidden size, dtype and device",
                 sorted(f"{size} {dtype} {device}" for size, dtype, device in kinds),
@@ -220,9 +215,9 @@ class MultimodalItem:
                 source = torch.from_numpy(array)
             except (TypeError, ValueError) as error:
                 got = f"{array.dtype} ({short(error, ERROR_LEN)})"
-                raise self._error("features", "an array of floats", got) from error
+                raise self.error("features", "an array of floats", got) from error
         if not isinstance(source, torch.Tensor):
-            raise self._error(
+            raise self.error(
                 "features",
                 "a tensor, an array, a file name or a list of these",
                 type(source).__name__,
@@ -230,19 +225,19 @@ class MultimodalItem:
         source = plain_tensor(self._argument("features"), source)
         if source.dtype not in FEATURE_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FEATURE_DTYPES)
-            raise self._error("features", f"one of {names}", source.dtype)
+            raise self.error("features", f"one of {names}", source.dtype)
         if source.ndim != 2 or 0 in source.shape:
-            raise self._error("features", "shape [n, hidden], both >= 1", list(source.shape))
+            raise self.error("features", "shape [n, hidden], both >= 1", list(source.shape))
         finite = torch.isfinite(source).all(dim=1)
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
-            raise self._error("features", "finite values", f"NaN or infinity in row {row}")
+            raise self.error("features", "finite values", f"NaN or infinity in row {row}")
         return source
 
     def _read(self, path: Path) -> object:
         """Return the array or tensor of a file."""
         if path.suffix not in (".npy", ".safetensors"):
-            raise self._error("features", "a .npy or .safetensors file", str(path))
+            raise self.error("features", "a .npy or .safetensors file", str(path))
         try:
             path = path.expanduser()
             if path.suffix == ".npy":
@@ -251,12 +246,13 @@ class MultimodalItem:
 
             tensors = load_file(path)
         except Exception as error:  # no such user, file or array, and safetensors' own class
-            raise self._error("features", f"a readable file {str(path)!r}", error) from error
+            raise self.error("features", f"a readable file {str(path)!r}", error) from error
         if len(tensors) != 1:
-            raise self._error("features", f"one tensor in {str(path)!r}", sorted(tensors))
+            raise self.error("features", f"one tensor in {str(path)!r}", sorted(tensors))
         return next(iter(tensors.values()))
 
-    def _error(self, field: str, expected: str, got: object) -> RequestError:
+    def error(self, field: str, expected: str, got: object) -> RequestError:
+        """Return the error of a field that does not fit."""
         return RequestError(f"{self._argument(field)}: expected {expected}, got {got}")
 
     def _argument(self, field: str) -> str:
@@ -300,18 +296,15 @@ def in_order(
     """Return items in the order of the prompt; RequestError: two overlap, or one ends after it."""
     for item in items:
         if item.end > num_prompt_tokens:
-            raise RequestError(
-                f"multimodal item ({item.name}): start: expected {item.num_tokens} placeholders "
-                f"within the prompt's {num_prompt_tokens} tokens, got tokens {item.start} to "
-                f"{item.end}"
+            expected = (
+                f"{item.num_tokens} placeholders within the prompt's {num_prompt_tokens} tokens"
             )
+            raise item.error("start", expected, f"tokens {item.start} to {item.end}")
     ordered = sorted(items, key=lambda item: item.start)
     for item, following in pairwise(ordered):
         if item.end > following.start:
-            raise RequestError(
-                f"multimodal item ({following.name}): start: expected no item before token "
-                f"{item.end}, where the {item.name} ends, got {following.start}"
-            )
+            expected = f"no item before token {item.end}, where the {item.name} ends"
+            raise following.error("start", expected, following.start)
     return tuple(ordered)
 
 
@@ -319,10 +312,8 @@ def check_bidirectional(items: Iterable[MultimodalItem]) -> None:
     """Raise a RequestError unless the tokens of each image see each other."""
     for item in items:
         if item.modality == "image" and not item.bidirectional:
-            raise RequestError(
-                f"multimodal item ({item.name}): bidirectional: expected True, as tokens of an "
-                "image see each other in this model, got False"
-            )
+            expected = "True, as tokens of an image see each other in this model"
+            raise item.error("bidirectional", expected, False)
 
 
 def check_placeholders(
@@ -339,10 +330,11 @@ def check_placeholders(
         (wrong,) = (token_ids[item.start : item.end] != expected).nonzero()
         if expected is not None and len(wrong):
             at = item.start + int(wrong[0])
-            raise RequestError(
-                f"multimodal item ({item.name}): start: expected placeholders (token {expected}) "
-                f"at {item.start} to {item.end - 1}, got token {token_ids[at]} at {at}; "
-                "placeholders in a chat message need sanitize_control_tokens=False"
+            raise item.error(
+                "start",
+                f"placeholders (token {expected}) at {item.start} to {item.end - 1}",
+                f"token {token_ids[at]} at {at}; placeholders in a chat message need "
+                "sanitize_control_tokens=False",
             )
     if is_left.any():
         at = int(is_left.argmax())

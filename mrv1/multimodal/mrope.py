@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mrv1.errors import RequestError
 from mrv1.kernels.step.contracts import MROPE_SPAN_WORDS
 from mrv1.models.vision import VisionConfig
 from mrv1.multimodal.item import MultimodalItem
@@ -68,23 +67,23 @@ def _merged_grid(item: MultimodalItem, vision: VisionConfig) -> tuple[int, int, 
     """Return an item's features in time, height and width."""
     merge, grid = vision.spatial_merge_size, item.grid_thw
     if item.modality not in ("image", "video"):
-        raise _error(item, "modality", "'image' or 'video' for this model", repr(item.modality))
+        raise item.error("modality", "'image' or 'video' for this model", repr(item.modality))
     if grid is None:
-        raise _error(item, "grid_thw", "the patches in time, height and width", "None")
+        raise item.error("grid_thw", "the patches in time, height and width", "None")
     frames, height, width = grid
     per_feature = vision.temporal_merge_size if item.modality == "video" else 1
     if frames % per_feature:
         expected = f"frames that are a multiple of {per_feature} (temporal_merge_size)"
-        raise _error(item, "grid_thw", expected, grid)
+        raise item.error("grid_thw", expected, grid)
     frames //= per_feature
     if height % merge or width % merge:
         expected = f"height and width that are multiples of {merge} (spatial_merge_size)"
-        raise _error(item, "grid_thw", expected, grid)
+        raise item.error("grid_thw", expected, grid)
     if vision.video_time == "text" and frames > 1:
-        raise _error(item, "grid_thw", "an item for each frame, of one step in time", grid)
+        raise item.error("grid_thw", "an item for each frame, of one step in time", grid)
     count = frames * (height // merge) * (width // merge)
     if count != item.num_tokens:
-        raise _error(item, "grid_thw", f"a grid of {item.num_tokens} features", f"{grid}: {count}")
+        raise item.error("grid_thw", f"a grid of {item.num_tokens} features", f"{grid}: {count}")
     return frames, height // merge, width // merge
 
 
@@ -95,12 +94,8 @@ def _time_scale(item: MultimodalItem, vision: VisionConfig) -> np.float32:
         scale = vision.tokens_per_second * (1.0 if seconds is None else seconds)
         if scale * item.num_tokens > MAX_POSITIONS:
             expected = f"at most {MAX_POSITIONS} positions of a video"
-            raise _error(item, "second_per_grid", expected, seconds)
+            raise item.error("second_per_grid", expected, seconds)
         return np.float32(scale)
     if seconds is not None:
-        raise _error(item, "second_per_grid", "None for this model", seconds)
+        raise item.error("second_per_grid", "None for this model", seconds)
     return np.float32(1.0)
-
-
-def _error(item: MultimodalItem, field: str, expected: str, got: object) -> RequestError:
-    return RequestError(f"multimodal item ({item.name}): {field}: expected {expected}, got {got}")

@@ -189,14 +189,8 @@ class VisionEncoder:
         """Return an image as an item at a place in the prompt."""
         # A copy: with torchvision, transformers warns of arrays that cannot be written.
         pixels = np.array(_opened(name, image))
-        try:
-            inputs = self._processor(
-                images=[pixels], input_data_format="channels_last", return_tensors="pt"
-            )
-        except Exception as error:  # an image too long and narrow, for example
-            raise RequestError(
-                f"{name}: expected an image for this model's processor: {error}"
-            ) from error
+        given = {"images": [pixels], "input_data_format": "channels_last"}
+        inputs = _processed(self._processor, f"{name}: expected an image", given)
         grid = inputs["image_grid_thw"]
         features, digest = self._encoded(inputs["pixel_values"], grid)
         return MultimodalItem(
@@ -216,12 +210,8 @@ class VisionEncoder:
         with reading(f"{name}: frames", "images"):
             frames = _opened_frames(name, video.frames)
         processor = self._processor_of_videos()
-        try:
-            inputs = processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
-        except Exception as error:  # frames too long and narrow, for example
-            raise RequestError(
-                f"{name}: expected a video for this model's processor: {error}"
-            ) from error
+        given = {"videos": [frames], "do_sample_frames": False}
+        inputs = _processed(processor, f"{name}: expected a video", given)
         grid = inputs["video_grid_thw"]
         features, digest = self._encoded(inputs["pixel_values_videos"], grid)
         num_steps, *sides = grid[0].tolist()
@@ -309,6 +299,13 @@ def encode_images(
     """
     encoder = VisionEncoder(model, device=device, dtype=dtype)
     return encoder.prompt(prompt_token_ids, images)
+
+
+def _processed(processor: Any, expected: str, given: dict[str, object]) -> Any:  # noqa: ANN401
+    try:
+        return processor(**given, return_tensors="pt")
+    except Exception as error:  # an image too long and narrow, for example
+        raise RequestError(f"{expected} for this model's processor: {error}") from error
 
 
 def _unframed(token_ids: list[int], placeholder: int, start: int, end: int) -> list[int]:

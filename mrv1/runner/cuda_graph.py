@@ -114,7 +114,7 @@ class StepGraphs:
         if not self._max_drafts:
             return []
         sizes = reversed(self._decode_sizes)
-        return [StepShape.drafts(size, 1 + self._max_drafts) for size in sizes]
+        return [StepShape.decode(size, self._max_drafts) for size in sizes]
 
     def _with_prompts(self, num_decodes: int, num_prompt_tokens: int) -> StepShape:
         return StepShape(
@@ -197,14 +197,13 @@ class StepGraphs:
 
     def _fit_plain(self, shape: StepShape) -> StepShape | None:
         """Return the shape that a step is padded to, without adapters; None if none fits."""
-        if shape.has_drafts:
+        if shape.has_drafts or shape.query_len == 1:
             size = _least(self._decode_sizes, shape.num_rows)
-            if size is None or not shape.samples or shape.query_len != 1 + self._max_drafts:
+            num_drafts = self._max_drafts if shape.has_drafts else 0
+            is_captured = shape.query_len == 1 + num_drafts and (shape.samples or not num_drafts)
+            if size is None or not is_captured:
                 return None
-            return StepShape.drafts(size, shape.query_len)
-        if shape.query_len == 1:
-            size = _least(self._decode_sizes, shape.num_rows)
-            return None if size is None else StepShape.decode(size, samples=shape.samples)
+            return StepShape.decode(size, num_drafts, samples=shape.samples)
         num_decodes = _least(self._decodes_beside, shape.num_decodes)
         num_prompt_tokens = _least(self.prompt_sizes, shape.num_tokens - shape.num_decodes)
         if num_decodes is None or num_prompt_tokens is None:

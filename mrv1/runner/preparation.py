@@ -159,12 +159,10 @@ class StepPreparation:
             and not self.logprobs.any(plan.slots, num_before),
         )
         uses_adapters = step.state.use_adapters(plan)
-        query_len = 1 + step.config.max_draft_tokens
-        if plan.num_device_drafts:
-            shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
-        elif shape.has_drafts and query_len > 1:  # no other length, which would be compiled first
-            if self._may_pad_drafts(plan, masked, query_len):
-                shape = StepShape.drafts(shape.num_rows, query_len, samples=shape.samples)
+        most = step.config.max_draft_tokens
+        if shape.has_drafts and most:  # no other length, which would be compiled first
+            if plan.num_device_drafts or self._may_pad_drafts(plan, masked, 1 + most):
+                shape = StepShape.decode(shape.num_rows, most, samples=shape.samples)
             else:
                 shape = replace(shape, query_len=None)
         if uses_adapters:

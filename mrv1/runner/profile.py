@@ -196,7 +196,7 @@ def warm_up(step: DeviceStep) -> None:
         drafts = ((0,) * max_drafts, ())
         query_lens = np.array([1 + max_drafts, 20], dtype=np.int32)
         ragged = StepShape.of(query_lens, has_drafts=True)
-        _launch_padding(step, StepShape.drafts(1, 1 + max_drafts), query_lens[:1], drafts[:1])
+        _launch_padding(step, StepShape.decode(1, max_drafts), query_lens[:1], drafts[:1])
         is_ragged = step.drafts is None and most_rows > 1  # drafts of a head have one length
         if is_ragged and query_lens.sum() <= budget:
             _launch_padding(step, ragged, query_lens, drafts)

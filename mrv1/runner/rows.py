@@ -81,27 +81,15 @@ class StepShape:
 
     @classmethod
     @lru_cache(maxsize=1024)  # needed in every step
-    def decode(cls, num_rows: int, *, samples: bool = True) -> Self:
-        """Return the shape of a decode step of ``num_rows`` rows."""
+    def decode(cls, num_rows: int, num_drafts: int = 0, *, samples: bool = True) -> Self:
+        """Return the shape of a decode step: in each row a last known token, and drafts."""
         return cls(
             num_rows=num_rows,
-            num_tokens=num_rows,
-            max_query_len=1,
-            query_len=1,
-            num_decodes=num_rows,
-            samples=samples,
-        )
-
-    @classmethod
-    def drafts(cls, num_rows: int, query_len: int, *, samples: bool = True) -> Self:
-        """Return the shape of ``num_rows`` rows: a last known token, ``query_len - 1`` drafts."""
-        return cls(
-            num_rows=num_rows,
-            num_tokens=num_rows * query_len,
-            max_query_len=query_len,
-            query_len=query_len,
-            num_decodes=0,
-            has_drafts=True,
+            num_tokens=num_rows * (1 + num_drafts),
+            max_query_len=1 + num_drafts,
+            query_len=1 + num_drafts,
+            num_decodes=0 if num_drafts else num_rows,
+            has_drafts=num_drafts > 0,
             samples=samples,
         )
 

@@ -59,7 +59,7 @@ def test_no_graph_draws_where_custom_processors_do():
     assert graphs.shapes == [shape for shape in plain.shapes if not shape.samples]
     assert set(graphs.largest) <= set(graphs.shapes)
     assert graphs.fit(StepShape.decode(3, samples=False)) == StepShape.decode(4, samples=False)
-    assert graphs.fit(StepShape.drafts(3, 4, samples=False)) is None
+    assert graphs.fit(StepShape.decode(3, 3, samples=False)) is None
 
 
 def captured(graphs: StepGraphs) -> StepGraphs:
@@ -129,14 +129,14 @@ def test_steps_that_no_graph_covers_get_none():
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (9, 16)])
 def test_steps_with_drafts_have_graphs_of_their_own(num_rows, size):
     graphs = captured(StepGraphs(MAX_REQS, MAX_TOKENS, MAX_QUERY_LEN, max_drafts=3))
-    shape = StepShape.drafts(num_rows, 4)
+    shape = StepShape.decode(num_rows, 3)
     graph = graphs.fit(shape)
-    assert graph == StepShape.drafts(size, 4)
+    assert graph == StepShape.decode(size, 3)
     assert graph in graphs.shapes
     assert graph.places_of(shape).tolist() == list(range(num_rows))
-    assert graphs.fit(StepShape.drafts(num_rows, 3)) is None
+    assert graphs.fit(StepShape.decode(num_rows, 2)) is None
     assert graphs.fit(replace(shape, samples=False)) is None
-    assert StepShape.drafts(MAX_REQS, 4) in graphs.largest
+    assert StepShape.decode(MAX_REQS, 3) in graphs.largest
 
 
 def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch):
