@@ -14,6 +14,7 @@ from mrv1.engine.head_pools import HeadPools
 from mrv1.engine.request import Request
 from mrv1.environment import INT32_MAX
 from mrv1.errors import RequestError, short
+from mrv1.options import check_fields
 from mrv1.runner.request_state import MAX_STOP_TOKENS
 from mrv1.sampler import SamplingParams
 from mrv1.sampler.params import num_likeliest
@@ -33,7 +34,7 @@ def check_params(params: SamplingParams, config: EngineConfig, vocab_size: int) 
             "structured_outputs: expected None, because only LLM compiles it: give the compiled "
             f"grammar as structured_output; got {short(params.structured_outputs)}"
         )
-    params.check_logit_bias()
+    check_fields(params, RequestError, only="logit_bias")  # a dict, which a caller can change
     for name, token_ids in _token_ids(params):
         if token_ids and max(token_ids) >= vocab_size:
             outside = [token for token in token_ids if token >= vocab_size]

@@ -50,8 +50,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, speculation: Speculation | None = None) -> None:
         """Make the pools of the head groups; ``speculation`` proposes drafts, None = no drafts."""
         self.num_preemptions = 0
-        self.num_stale_outputs = 0  # dropped rows, whose request had ended or been preempted
-        self.wasted_tokens = 0  # tokens scheduled in stale rows
+        self.wasted_tokens = 0  # tokens of stale rows, whose request had ended or been preempted
         self.num_nan_rows = 0  # rows that failed because of NaN in their logits
         self.num_finished = 0
         self.num_generated_tokens = 0  # tokens that were appended to a request
@@ -468,7 +467,6 @@ class Scheduler:
         """Return ``RunningBatch.live`` of a step that is over; count its stale rows."""
         live = self._batch.live(step.rows)
         if live is not None:
-            self.num_stale_outputs += len(live) - int(np.count_nonzero(live))
             self.wasted_tokens += int(step.num_scheduled_tokens[~live].sum())
         return live
 

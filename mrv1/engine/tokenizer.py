@@ -310,10 +310,11 @@ class OutputText:
         if len(token_ids) < self._min_tokens:
             self._num_ignored = len(text)
             return None
+        searched = self._num_searched
         found = [
             (at + len(stop), at, stop)
             for stop in self._stop
-            if (at := text.find(stop, self._first_place(stop))) >= 0
+            if (at := text.find(stop, max(searched, self._num_ignored - len(stop) + 1))) >= 0
         ]
         if not found:
             longest = max(map(len, self._stop))
@@ -322,10 +323,6 @@ class OutputText:
         end, at, stop = min(found, key=itemgetter(0))
         self._stopped = stop, text[: end if self._include_stop else at]
         return stop
-
-    def _first_place(self, stop: str) -> int:
-        """Return the least index at which a stop string may begin."""
-        return max(self._num_searched, self._num_ignored - len(stop) + 1)
 
     def text(self, token_ids: Sequence[int], *, is_last: bool) -> str:
         """Return the text that may be shown of the same tokens as for ``find_stop``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from base64 import b64decode
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -301,7 +301,7 @@ def encode_images(
     return encoder.prompt(prompt_token_ids, images)
 
 
-def _processed(processor: Any, expected: str, given: dict[str, object]) -> Any:  # noqa: ANN401
+def _processed(processor: Any, expected: str, given: Mapping[str, object]) -> Any:  # noqa: ANN401
     try:
         return processor(**given, return_tensors="pt")
     except Exception as error:  # an image too long and narrow, for example

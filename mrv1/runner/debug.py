@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ from mrv1.runner.rows import DeviceRows
 from mrv1.runner.step import StepPlan
 
 
-class _SyncedOps:
-    """The ops of another set; the host waits for the device after each call."""
+class SyncedOps:
+    """Another set's ops, each with a wait after it, so that an error names its kernel."""
 
     def __init__(self, ops: Ops, device: torch.device) -> None:
         self._ops = ops
@@ -36,11 +36,6 @@ class _SyncedOps:
             return result
 
         return awaited
-
-
-def synced(ops: Ops, device: torch.device) -> Ops:
-    """Return ``ops`` with a wait after each call, so that an error names the kernel it is from."""
-    return cast("Ops", _SyncedOps(ops, device))
 
 
 def check_block_ids(plan: StepPlan, rows: DeviceRows, cache: KVCache, batch: InputBatch) -> None:

@@ -223,9 +223,10 @@ class DeviceStep:
         )
         self.state = RequestState(self.slots, num_slots, max_model_len, model.config.vision)
         self.features = FeatureBuffer(config, model, self.slots)
-        self._visual_ids = None
+        self.visual_ids = None
+        """Tokens of prompts that have experts for images; None = none has."""
         if model.config.vision is not None and model.config.vision.expert_token_ids:
-            self._visual_ids = torch.tensor(model.config.vision.expert_token_ids, device=device)
+            self.visual_ids = torch.tensor(model.config.vision.expert_token_ids, device=device)
         self.block_tables = BlockTables(self.slots, num_slots, groups, config.block_size)
         self.sampler = Sampler(
             num_slots,
@@ -283,11 +284,6 @@ class DeviceStep:
             self.config, self.model, self.ops, self.spec, head_groups, self.max_model_len,
             head_scales=self._head_scales, processors=self.processors,
         )  # fmt: skip
-
-    @property
-    def has_visual_experts(self) -> bool:
-        """Whether some tokens of prompts have experts for images."""
-        return self._visual_ids is not None
 
     @property
     def is_capturable(self) -> bool:
@@ -397,7 +393,7 @@ class DeviceStep:
             self.features.of(staged),
             self.ops,
             attn_mask_offsets,
-            self._visual_ids,
+            self.visual_ids,
         )
         if check is not None:
             check(batch)

@@ -50,11 +50,6 @@ class CacheSpec:
         )
 
     @property
-    def page_elements(self) -> int:
-        """Elements of a page, as layouts count them: one for each dimension."""
-        return self.block_size * self.head_dim
-
-    @property
     def stored_shape(self) -> tuple[int, int]:
         """Shape of a page in its tensor, where an element may hold several codes."""
         return self.block_size, self.page_format.stored_dim(self.head_dim)
@@ -140,7 +135,7 @@ def layer_layouts(
         if roles not in layouts:
             layout = KVLayout.head_groups(
                 roles,
-                _group_bases(groups, num_blocks, layer, spec.page_elements),
+                _group_bases(groups, num_blocks, layer, spec.block_size * spec.head_dim),
                 spec.block_size,
                 spec.head_dim,
                 device=device,

@@ -203,18 +203,12 @@ def reports_of(
             LogprobReport.of(
                 [wanted[index] for index in to_sort[start : start + size]],
                 drawn[part],
-                partial(_logits_at, logits_of, part),
+                lambda chunk, part=part: logits_of(part[chunk]),
                 ops,
                 chunk_rows=FILTER_CHUNK,
             )
         )
     return reports
-
-
-def _logits_at(
-    logits_of: Callable[[slice | torch.Tensor], LogitsRows], places: torch.Tensor, part: slice
-) -> LogitsRows:
-    return logits_of(places[part])
 
 
 class LogprobReport:

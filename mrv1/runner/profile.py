@@ -176,7 +176,7 @@ def warm_up(step: DeviceStep) -> None:
         query_lens = np.array(lengths[-most_rows:], dtype=np.int32)
         query_lens = query_lens[query_lens[::-1].cumsum()[::-1] <= budget]
         shapes = [StepShape.of(query_lens)]
-        if step.has_visual_experts:
+        if step.visual_ids is not None:
             shapes.append(StepShape.of(query_lens, prefilled=query_lens == 1))
         for shape in dict.fromkeys(shapes):
             _launch_padding(step, shape, query_lens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -12,12 +13,12 @@ from mrv1.device import Conversion, device_info, kernel_path, resolve_dtype
 from mrv1.errors import ConfigError
 from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels.cache.formats import FORMATS
-from mrv1.kernels.registry import select_ops
+from mrv1.kernels.registry import Ops, select_ops
 from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
 from mrv1.models.drafts import HeadConfig, head_config, load_head
 from mrv1.runner.compile_ahead import KernelSet, compiled_beside
 from mrv1.runner.cpu_threads import choose_threads
-from mrv1.runner.debug import synced
+from mrv1.runner.debug import SyncedOps
 from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
@@ -75,7 +76,7 @@ def build_parts(
     conversion = None if codes is None else codes.conversion(device)
     ops = select_ops(kernel_path(device))
     if config.debug_sync:
-        ops = synced(ops, device)
+        ops = cast("Ops", SyncedOps(ops, device))
     # Small files come before the weights: an error in one fails at once, not minutes later.
     if model is not None:
         model_config = model.whole_config

@@ -282,10 +282,6 @@ class SamplingParams(metaclass=_NamesOfVLLM):
         """Return a copy; a change of one of the two does not change the other."""
         return replace(self)
 
-    def check_logit_bias(self) -> None:
-        """Check the dict, which a caller can change; RequestError: an entry out of range."""
-        check_fields(self, RequestError, only="logit_bias")
-
     @property
     def bans_words(self) -> bool:
         """Whether the request has bad words, as texts or as token ids."""

@@ -249,6 +249,7 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
             seconds=time.perf_counter() - started,
             error=f"{type(error).__name__}: {error}",
         )
+    ptx = compiled.asm.get("ptx", "")
     return AotReport(
         target=target.name,
         case=case.name,
@@ -259,14 +260,10 @@ def _compile_case(target: Target, case: AotCase) -> AotReport:
         parked_bytes=case.parked_bytes,
         threads=case.num_warps * target.warp_size,
         programs_per_sm=case.programs_per_sm,
-        early_arrivals=early_arrivals(compiled.asm.get("ptx", "")),
-        early_reuses=early_reuses(compiled.asm.get("ptx", "")),
-        found=_found(case.pattern, compiled.asm),
+        early_arrivals=early_arrivals(ptx),
+        early_reuses=early_reuses(ptx),
+        found=re.findall(case.pattern, ptx or compiled.asm["amdgcn"]) if case.pattern else [],
     )
-
-
-def _found(pattern: str, asm: Mapping[str, str]) -> list[str]:
-    return re.findall(pattern, asm.get("ptx") or asm["amdgcn"]) if pattern else []
 
 
 _BARRIER = re.compile(r"\bbar(rier)?\.(warp\.)?sync\b")

@@ -339,7 +339,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     and landed - ((index + 1) * BLOCK_SIZE - 1) >= seen.window
                 ]
         for name in (
-            "wasted_tokens", "num_stale_outputs", "num_preemptions", "admission.prefix_hit_tokens",
+            "wasted_tokens", "num_preemptions", "admission.prefix_hit_tokens",
             "admission.num_prefix_waits",
         ):  # fmt: skip
             count = attrgetter(name)
@@ -613,7 +613,7 @@ def test_a_length_stop_costs_no_extra_step(depth, max_tokens):
     scheduler.add(make_request("r", (1, 2, 3), max_tokens=max_tokens, ignore_eos=True))
     plans = drain(scheduler, make_runner(scheduler))
     assert [scheduled(plan)["r"] for plan in plans] == [3] + [1] * (max_tokens - 1)
-    assert scheduler.wasted_tokens == scheduler.num_stale_outputs == 0
+    assert scheduler.wasted_tokens == 0
 
 
 @pytest.mark.parametrize("stops_on_device", [True, False])
@@ -626,7 +626,7 @@ def test_a_stop_token_costs_at_most_the_steps_in_flight(depth, stops_on_device):
     plans = drain(scheduler, make_runner(scheduler, stops_on_device=stops_on_device))
     assert request.output_token_ids == output, "the late rows' tokens are not delivered"
     assert len(plans) == 3 + (depth - 1)
-    assert scheduler.wasted_tokens == scheduler.num_stale_outputs == depth - 1
+    assert scheduler.wasted_tokens == depth - 1
 
 
 def test_outputs_are_accepted_once_and_in_launch_order():
@@ -656,7 +656,7 @@ def test_output_of_an_aborted_request_is_dropped():
     scheduler.abort("r")
     assert scheduler.update(output_of(plan, (5,))) == []
     assert request.output_token_ids == []
-    assert (scheduler.num_stale_outputs, scheduler.wasted_tokens) == (1, 1)
+    assert scheduler.wasted_tokens == 1
 
 
 def test_output_of_a_slots_former_request_is_dropped():
@@ -871,7 +871,7 @@ def test_a_preempted_requests_pending_token_is_dropped_and_computed_again():
     assert b.status is Status.WAITING
     scheduler.update(output_of(second, (3,), (4,)))
     assert (a.output_token_ids, b.output_token_ids) == ([1, 3], [2])
-    assert (scheduler.num_stale_outputs, scheduler.wasted_tokens) == (1, 1)
+    assert scheduler.wasted_tokens == 1
     plan = scheduler.schedule()
     assert scheduled(plan) == {"a": 1}
     assert plan.preempted == (1,)
