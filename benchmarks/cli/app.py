@@ -20,8 +20,15 @@ from benchmarks.engines.runner import RunnerBench, run_runner
 from benchmarks.engines.timeline import FloorBench, run_floor
 from benchmarks.report.columns import COLUMNS, console
 from benchmarks.report.rows import host_rows, layer_rows
-from mrv1.cli.console import check_target, say, second_interrupt_ends, show_table, write_result
-from mrv1.cli.help import Command, Group
+from mrv1.cli.console import (
+    Command,
+    Group,
+    check_target,
+    say,
+    second_interrupt_ends,
+    show_table,
+    write_result,
+)
 from mrv1.cli.options import FieldsOf, command
 from mrv1.device import resolve_device
 

@@ -9,8 +9,7 @@ import typer
 import typer.main
 
 from mrv1 import __version__
-from mrv1.cli.console import show
-from mrv1.cli.help import Command, Group
+from mrv1.cli.console import Command, Group, show
 
 COMMANDS = {
     "generate": ("generate.generate", "Continue a prompt, or every prompt of a JSONL file."),

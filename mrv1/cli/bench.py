@@ -9,8 +9,7 @@ from pathlib import Path
 import typer
 
 import mrv1
-from mrv1.cli.console import one_line_errors
-from mrv1.cli.help import Command
+from mrv1.cli.console import Command, one_line_errors
 from mrv1.errors import ConfigError
 
 app = typer.Typer(

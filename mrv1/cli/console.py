@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -12,12 +13,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import Any, Never, TextIO
 
 import typer
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand, TyperGroup
 
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.progress import progress_bar
@@ -28,6 +31,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C; typer and shells use it too."""
 STANDARD = Path("-")
 """The name that stands for stdin or stdout where a command takes a file."""
+BRIEF = 46
+"""Most letters of an option's help where others are hidden."""
 SHOW_CURSOR = b"\x1b[?25h\n"
 """Shows the cursor of a terminal again, which a progress bar hides until it ends."""
 USER_ERROR = 2
@@ -104,6 +109,41 @@ def writing_stdout() -> Iterator[None]:
         _fail_to_write("stdout", os.strerror(errno.EBADF))
     with writing(sys.stdout, "stdout"):
         yield
+
+
+class Command(TyperCommand):
+    """A command whose help reports a failed write, and is short if some options are hidden."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own types
+        """Write the help to stdout; beside hidden options, a line or two for each other one."""
+        if any(getattr(each, "hidden", False) for each in self.params):
+            self.help = (self.help or "").partition("\n\n")[0]
+            for each in self.params:
+                text = getattr(each, "help", None) or ""
+                sentence = re.split(r"[.;] ", text)[0].rstrip(".")
+                vars(each)["help"] = shorten(sentence, BRIEF, placeholder="...")
+                vars(each)["show_default"] = False
+        with writing_stdout():
+            super().format_help(ctx, formatter)
+
+
+def show_all(ctx: typer.Context, wanted: bool) -> None:
+    """Show a command's help with its hidden options, and exit; for ``--help-all``."""
+    if wanted:
+        for each in ctx.command.params:
+            vars(each)["hidden"] = False
+        with writing_stdout():
+            ctx.get_help()
+        raise typer.Exit
+
+
+class Group(TyperGroup):
+    """A group of commands whose help reports a failed write."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's own types
+        """Write the help to stdout."""
+        with writing_stdout():
+            super().format_help(ctx, formatter)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from mrv1.cli.console import one_line_errors
-from mrv1.cli.help import show_all
+from mrv1.cli.console import one_line_errors, show_all
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
 from mrv1.options import field_docs, parameters

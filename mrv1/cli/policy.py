@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from mrv1.cli.console import check_target, say, show, show_table
-from mrv1.cli.help import Command, Group
+from mrv1.cli.console import Command, Group, check_target, say, show, show_table
 from mrv1.cli.options import MODEL_HELP, command
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError

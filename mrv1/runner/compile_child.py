@@ -16,8 +16,7 @@ from mrv1.models import DecoderModel
 from mrv1.models.weights import empty_weights
 from mrv1.runner.compile_ahead import KernelSet, compile_from_stdin
 from mrv1.runner.model_runner import ModelRunner
-from mrv1.runner.stand_in_device import stand_in_gpu
-from mrv1.runner.stand_in_ranks import stand_in_rank
+from mrv1.runner.stand_in_device import stand_in_gpu, stand_in_rank
 
 
 def main() -> None:

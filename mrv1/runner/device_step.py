@@ -33,7 +33,6 @@ from mrv1.runner.block_table import BlockTables
 from mrv1.runner.cuda_graph import Forwarded, StepGraphs
 from mrv1.runner.draft_layer import DraftLayer
 from mrv1.runner.features import FEATURE_SOURCE, FeatureBuffer
-from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.input_batch import InputBatch, SampledRows
 from mrv1.runner.kv_cache import CacheSpec, KVCache, layer_layouts
 from mrv1.runner.kv_listener import HeardStep, LayerEvents
@@ -54,7 +53,7 @@ from mrv1.runner.logprobs import (
 from mrv1.runner.request_state import RequestState
 from mrv1.runner.rows import DeviceRows, StepShape, Tail
 from mrv1.runner.slot_state import Field, SlotState
-from mrv1.runner.staging import Staged, Staging
+from mrv1.runner.staging import HostMemory, PinnedMemory, Staged, Staging
 from mrv1.runner.step import Int32Array
 from mrv1.sampler import LogitsContext, LogitsProcessors, Sampler, SamplerLimits
 

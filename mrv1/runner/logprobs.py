@@ -199,11 +199,15 @@ def reports_of(
     size = max(FILTER_CHUNK // num_positions, 1)
     for start in range(0, len(to_sort), size):
         part = places[start : start + size].flatten()
+
+        def logits_at(chunk: slice, part: torch.Tensor = part) -> LogitsRows:
+            return logits_of(part[chunk])
+
         reports.append(
             LogprobReport.of(
                 [wanted[index] for index in to_sort[start : start + size]],
                 drawn[part],
-                lambda chunk, part=part: logits_of(part[chunk]),
+                logits_at,
                 ops,
                 chunk_rows=FILTER_CHUNK,
             )

@@ -28,7 +28,6 @@ from mrv1.runner.cuda_graph import Forwarded
 from mrv1.runner.debug import check_block_ids
 from mrv1.runner.device_memory import release_cached_memory, within_memory
 from mrv1.runner.device_step import DeviceStep
-from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.launches import Launches, LayersLaunch
 from mrv1.runner.layer_calls import Listening
@@ -39,7 +38,7 @@ from mrv1.runner.report import StartClock
 from mrv1.runner.rows import DeviceRows
 from mrv1.runner.runner_reports import RunnerReports
 from mrv1.runner.sleep import SleepMode
-from mrv1.runner.staging import Sent
+from mrv1.runner.staging import HostMemory, Sent
 from mrv1.runner.start import RunnerParts, allocate_cache, build_parts, with_policy
 from mrv1.runner.step import Int32Array, StepPlan
 from mrv1.sampler import LogitsProcessor, LogitsProcessors

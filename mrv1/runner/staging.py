@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from mrv1.runner.host_memory import HostMemory, PinnedMemory
 from mrv1.runner.step import Int32Array
 
 NUM_WORDS, NUM_SEGMENTS, RING_SLOT, NUM_SOURCES, HEADER_WORDS = 0, 1, 2, 3, 8
@@ -25,6 +25,24 @@ _FILL = -(1 << 30)
 FETCHED_WORDS = 1 << 16
 """Words of data that a fetched upload has room for, besides the tokens and block ids of a request;
 a longer one (many prompts) is copied."""
+
+
+class HostMemory(Protocol):
+    """Allocates memory of the host that kernels read; several ranks may share it."""
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Return zeros, int32; ranks that share their memory allocate it in the same order."""
+
+
+class PinnedMemory:
+    """Pinned memory of this process alone; plain memory if ``device`` is a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_pinned = device.type == "cuda"
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Return zeros, int32."""
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=self._is_pinned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import read_config, resolve_head_groups, resolve_policy
-from mrv1.runner.host_memory import HostMemory
 from mrv1.runner.kv_cache import CacheSpec, StreamingDemand, check_codes
 from mrv1.runner.profile import blocks_of_groups, empty_batch, warm_up
 from mrv1.runner.report import StartClock
 from mrv1.runner.slot_state import field_starts
+from mrv1.runner.staging import HostMemory
 from mrv1.sampler import LogitsProcessors
 
 

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 
 from mrv1.multimodal import Ranges, causal_ranges
-from mrv1.runner.host_memory import PinnedMemory
 from mrv1.runner.rows import DeviceRows
+from mrv1.runner.staging import PinnedMemory
 from mrv1.runner.step import Int32Array, StepPlan
 
 

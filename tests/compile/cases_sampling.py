@@ -10,7 +10,7 @@ from mrv1.kernels.sampling.filters import FILTERS
 from mrv1.kernels.sampling.groups import group_sums_kernel
 from mrv1.kernels.sampling.sample_tokens import SampleTokensConfig
 from mrv1.kernels.sampling.shards import VocabShards
-from mrv1.runner.stand_in_ranks import StandInPeers
+from mrv1.runner.stand_in_device import StandInPeers
 from mrv1.testing.aot import AotCase, Target, pointer
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

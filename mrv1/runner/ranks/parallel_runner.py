@@ -29,7 +29,7 @@ from mrv1.runner.ranks.control import Controls
 from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
-from mrv1.runner.stand_in_ranks import stand_in_rank
+from mrv1.runner.stand_in_device import stand_in_rank
 from mrv1.runner.step import StepPlan
 from mrv1.sampler import LogitsProcessor
 
