@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 from mrv1.engine.chat_forms import Forms, Probe
 from mrv1.engine.chat_messages import ChatMessage, Visuals, checked_messages, is_list, json_value
 from mrv1.engine.tokenizer import ChatPrompt, Tokenizer, check_unicode
 from mrv1.errors import RequestError, short
 from mrv1.multimodal import Video
+from mrv1.options import Range, check_fields, instances
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,8 @@ Message = Mapping[str, Any]  # a dict with ``role`` and ``content``, as the Open
 VisualsEncoder = Callable[[Sequence[int], Sequence[object], Sequence[Video]], Mapping[str, Any]]
 """From a prompt's tokens, images and videos to the keys of a prompt with features."""
 
+_Flag = Annotated[bool, instances(bool, "a bool")]
+_FIELD = Range("a bool or the name of a field", lambda value: isinstance(value, bool | str))
 MAX_FORMS = 256  # most conversations that a ``ChatTemplate`` remembers
 
 
@@ -57,47 +60,34 @@ class ChatTemplate:
     """``VisionEncoder.prompt`` of the model's own encoder, which the first call loads."""
     check_visuals: Callable[[Sequence[Video]], None] = lambda _: None
     """Raises a RequestError if the model has no encoder for images and videos."""
-    chat_template: str | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool | str = False
-    tools: Sequence[Mapping[str, Any] | Callable[..., object]] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    sanitize_control_tokens: bool = True
+    chat_template: Annotated[str | None, instances(str, "a template's text or None")] = None
+    add_generation_prompt: _Flag = True
+    continue_final_message: Annotated[bool | str, _FIELD] = False
+    tools: Annotated[
+        Sequence[Mapping[str, Any] | Callable[..., object]] | None,
+        Range("a list or None", is_list),
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None, instances(Mapping, "a dict or None")
+    ] = None
+    sanitize_control_tokens: _Flag = True
     _forms: dict[str, Forms] = field(default_factory=dict, init=False)  # by conversation
     _tools: list[Any] | None = field(default=None, init=False)  # a copy
     _variables: dict[str, Any] = field(default_factory=dict, init=False)  # a copy
 
     def __post_init__(self) -> None:
-        template, tools, variables = self.chat_template, self.tools, self.chat_template_kwargs
-        if template is not None and not isinstance(template, str):
-            raise RequestError(
-                f"chat_template: expected a template's text or None, got {short(template)}"
-            )
-        for name in ("add_generation_prompt", "sanitize_control_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}: expected a bool, got {short(getattr(self, name))}")
-        if not isinstance(self.continue_final_message, bool | str):
-            raise RequestError(
-                f"continue_final_message: expected a bool or the name of a field, got "
-                f"{short(self.continue_final_message)}"
-            )
+        check_fields(self, RequestError)
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
                 "continue_final_message: expected add_generation_prompt=False with it, got both"
             )
-        if tools is not None and not is_list(tools):
-            raise RequestError(f"tools: expected a list or None, got {short(tools)}")
-        if variables is not None and not isinstance(variables, Mapping):
-            raise RequestError(
-                f"chat_template_kwargs: expected a dict or None, got {short(variables)}"
-            )
-        if tools is not None:
+        if self.tools is not None:
             copied = [
                 each if callable(each) else json_value(f"tools[{i}]", each)
-                for i, each in enumerate(tools)
+                for i, each in enumerate(self.tools)
             ]
             object.__setattr__(self, "_tools", copied)
-        self._variables.update(json_value("chat_template_kwargs", variables or {}))
+        self._variables.update(json_value("chat_template_kwargs", self.chat_template_kwargs or {}))
         self._check_template()
 
     def prompt(self, messages: object) -> ChatPrompt:
