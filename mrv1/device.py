@@ -76,12 +76,9 @@ def device_info(device: torch.device) -> DeviceInfo:
 def resolve_device(device: str | torch.device, option: str = "device") -> torch.device:
     """Turn ``"auto" | "cpu" | "cuda" | "cuda:N"`` into a usable ``torch.device`` with its index.
 
-    ``option`` is its name in an error.
-
-    Raises:
-        ConfigError: the name is not one of these.
-        UnsupportedDeviceError: there is no such GPU, it is older than sm_80, or the process
-            interprets Triton kernels and so cannot launch on a GPU.
+    ``option`` is its name in an error. ConfigError: the name is not one of these.
+    UnsupportedDeviceError: there is no such GPU, it is older than sm_80, or the process interprets
+    Triton kernels and so cannot launch on a GPU.
     """
     resolved = None
     if device == "auto":
@@ -118,9 +115,8 @@ def resolve_device(device: str | torch.device, option: str = "device") -> torch.
 def rank_devices(device: str, size: int) -> list[torch.device]:
     """Return the device of each of ``size`` ranks: the CPU for all, or GPU r for rank r.
 
-    Raises:
-        ConfigError: ``device`` is not 'auto', 'cpu' or 'cuda', or fewer GPUs are visible.
-        UnsupportedDeviceError: as ``resolve_device``.
+    ConfigError: ``device`` is not 'auto', 'cpu' or 'cuda', or fewer GPUs are visible.
+    UnsupportedDeviceError: as ``resolve_device``.
     """
     first = resolve_device(device)
     if first.type == "cpu":
@@ -142,9 +138,8 @@ def rank_devices(device: str, size: int) -> list[torch.device]:
 def reach_each_other(devices: Sequence[torch.device]) -> bool:
     """Return whether each of these GPUs of ranks reads and writes the memory of all (peer access).
 
-    Raises:
-        UnsupportedDeviceError: they are AMD's, where Triton drops ``volatile`` from loads, so that
-            a kernel that waits for a word may find the old one in a cache for ever.
+    UnsupportedDeviceError: they are AMD's, where Triton drops ``volatile`` from loads, so that a
+    kernel that waits for a word may find the old one in a cache for ever.
     """
     if torch.version.hip is not None:
         raise UnsupportedDeviceError(

@@ -369,8 +369,7 @@ def translated(
 ) -> dict[str, Any]:
     """Return what is given under mrv1's names; names that vLLM does not have stay.
 
-    Raises:
-        error: a name has no counterpart, or its counterpart is given, too.
+    error: a name has no counterpart, or its counterpart is given, too.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():

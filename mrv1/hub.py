@@ -40,11 +40,9 @@ def snapshot_dir(model: str, *, progress: bool = True) -> Path:
 
     Without a network, or with ``HF_HUB_OFFLINE=1``, a model in the cache is used as it is.
     ``model`` is ``org/name`` or ``org/name@revision``, a branch, a tag or a commit. ``progress``
-    is shown on stderr if that is a terminal.
-
-    Raises:
-        ConfigError: the id has another form, there is no such model or revision, the model is
-            gated or private, or it is not in the cache and cannot be downloaded.
+    is shown on stderr if that is a terminal. ConfigError: the id has another form, there is no
+    such model or revision, the model is gated or private, or it is not in the cache and cannot be
+    downloaded.
     """
     from huggingface_hub import constants, errors, snapshot_download  # takes 0.2 s to import
     from huggingface_hub.utils import tqdm

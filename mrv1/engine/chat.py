@@ -93,10 +93,9 @@ class ChatTemplate:
     def prompt(self, messages: object) -> ChatPrompt:
         """Return one conversation as a prompt.
 
-        Raises:
-            RequestError: a message has the wrong shape, the template refuses the conversation, or
-                an image or a video cannot be read or does not fit the model.
-            ChatTemplateError: the template cannot be parsed.
+        RequestError: a message has the wrong shape, the template refuses the conversation, or an
+        image or a video cannot be read or does not fit the model. ChatTemplateError: the template
+        cannot be parsed.
         """
         visuals = Visuals([], [])
         checked = checked_messages(messages, visuals)

@@ -26,8 +26,7 @@ class Visuals(NamedTuple):
 def checked_messages(messages: object, visuals: Visuals) -> list[ChatMessage]:
     """Return a copy of a conversation's messages; their images and videos go to ``visuals``.
 
-    Raises:
-        RequestError: a message has the wrong shape or a value that is not JSON; it names where.
+    RequestError: a message has the wrong shape or a value that is not JSON; it names where.
     """
     if not isinstance(messages, Sequence) or not is_list(messages):
         raise RequestError(

@@ -55,9 +55,8 @@ def resolve_options(
 ) -> tuple[EngineConfig, Checkpoint, HeadPolicy | None]:
     """Return an engine's configuration, its checkpoint, on this machine, and its head policy.
 
-    Raises:
-        ConfigError, UnsupportedDeviceError: an option, the device or the checkpoint is wrong.
-        TypeError: an option is unknown.
+    ConfigError, UnsupportedDeviceError: an option, the device or the checkpoint is wrong.
+    TypeError: an option is unknown.
     """
     made = env_fields(EngineConfig)
     given = {

@@ -33,9 +33,8 @@ def select_backend(
 ) -> AttentionBackend:
     """Return the backend ``name``; no other backend ever replaces it.
 
-    Raises:
-        ConfigError: FlashInfer does not support the model or the cache, or is not installed.
-        UnsupportedDeviceError: FlashInfer was asked for on a CPU.
+    ConfigError: FlashInfer does not support the model or the cache, or is not installed.
+    UnsupportedDeviceError: FlashInfer was asked for on a CPU.
     """
     if name == "triton":
         return model.kernel_backend()

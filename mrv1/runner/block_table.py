@@ -61,11 +61,9 @@ class BlockTables:
     ) -> None:
         """Count the plan's new blocks; add their ids to the upload, padded with -1 in a new row.
 
-        Raises:
-            ValueError: a slot without a row in the step, a wrong number of groups, an id outside
-                the pool (but for ids that a ring overwrites at once), more blocks than the longest
-                request needs, or no block for a token that a row computes; nothing is counted
-                then.
+        ValueError: a slot without a row in the step, a wrong number of groups, an id outside the
+        pool (but for ids that a ring overwrites at once), more blocks than the longest request
+        needs, or no block for a token that a row computes; nothing is counted then.
         """
         num_blocks = self.num_blocks_np
         if plan.new_block_ids or plan.new or plan.resumed:

@@ -93,10 +93,8 @@ class KernelSet:
         """Return the set of a checkpoint that is configured but not loaded, for any device.
 
         Of several ranks it is that of rank 0, all of which share memory; see ``of_ranks``.
-        ``target`` is one of ``GPUS``; None = the first GPU of this machine.
-
-        Raises:
-            ConfigError: a wrong checkpoint or target, or no GPU.
+        ``target`` is one of ``GPUS``; None = the first GPU of this machine. ConfigError: a wrong
+        checkpoint or target, or no GPU.
         """
         gpu = _gpu(target)
         config, model = read_config(config, gpu.device)

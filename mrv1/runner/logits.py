@@ -67,10 +67,8 @@ class StepLogits:
     """Computes the logits of a step.
 
     Ranks whose kernels read each other's memory keep their shards, in memory that never moves;
-    others gather the whole vocabulary, as do all with ``needs_whole``.
-
-    Raises:
-        RuntimeError: as ``PeerMemory.allocate``.
+    others gather the whole vocabulary, as do all with ``needs_whole``. RuntimeError: as
+    ``PeerMemory.allocate``.
     """
 
     def __init__(

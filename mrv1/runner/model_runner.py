@@ -424,8 +424,7 @@ class ModelRunner(RunnerReports):
     def prepared(self, item: MultimodalItem) -> MultimodalItem:
         """Return an item for ``StepPlan``, which can be staged without a wait of the host.
 
-        Raises:
-            RequestError: the features do not fit the model's hidden size or dtype.
+        RequestError: the features do not fit the model's hidden size or dtype.
         """
         return self.features.prepared(item)
 

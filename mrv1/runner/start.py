@@ -181,11 +181,9 @@ def with_policy(
     """Return parts for another head policy, with a step of their own around the same model.
 
     ``policy`` is a policy, the text that names one, or None = the one without ``head_policy``.
-
-    Raises:
-        ConfigError: the policy cannot be read, is not for this model, or does not go with the
-            backend, with a draft head or with ``deterministic`` ranks.
-        CapacityError: the state of requests does not fit.
+    ConfigError: the policy cannot be read, is not for this model, or does not go with the backend,
+    with a draft head or with ``deterministic`` ranks. CapacityError: the state of requests does
+    not fit.
     """
     step, model_config = parts.step, parts.model_config
     given = policy if isinstance(policy, HeadPolicy) else None

@@ -24,11 +24,8 @@ def banned_token_sequences(
     to ``TOKENIZATIONS`` sequences, which may differ in length. A word of whitespace alone is
     tokenized as given. ``encode`` returns a text's tokens, without special tokens; None = there is
     no tokenizer. A word counts once towards ``max_words``, with all its tokenizations.
-
-    Raises:
-        RequestError: there are too many words, a word has no token or more than ``max_len``, or is
-            text without a tokenizer. The message names the field and the option that raises a
-            limit.
+    RequestError: there are too many words, a word has no token or more than ``max_len``, or is
+    text without a tokenizer. The message names the field and the option that raises a limit.
     """
     num_words = len(params.bad_words) + len(params.bad_words_token_ids)
     if num_words > max_words:

@@ -185,11 +185,8 @@ def compile_for(
     """Compile the cases of ``modules`` for ``target`` of :data:`TARGETS` in a child process.
 
     Each module has a function ``cases``. ``share`` ``(i, n)`` takes only every n-th case, from the
-    i-th on.
-
-    Raises:
-        ConfigError: an unknown target.
-        RuntimeError: the child failed outside the compiler; the message ends with its stderr.
+    i-th on. ConfigError: an unknown target. RuntimeError: the child failed outside the compiler;
+    the message ends with its stderr.
     """
     _target(target)
     first, step = share

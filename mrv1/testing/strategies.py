@@ -124,24 +124,15 @@ class LayoutCase:
         max_seq_len: int,
         max_reqs: int = 3,
         role: HeadRole | None = None,
+        own_ids: bool = False,
     ) -> LayoutCase:
-        """Return ``[blocks, heads, block_size, head_dim]`` with one role (None = full)."""
-        roles = [role or HeadRole()] * num_kv_heads
-        return _layout_case("hnd", roles, head_dim, block_size, max_seq_len, max_reqs, 8)
+        """Return ``[blocks, heads, block_size, head_dim]`` with one role (None = full).
 
-    @classmethod
-    def per_head_ids(
-        cls,
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int = 16,
-        max_seq_len: int,
-        max_reqs: int = 3,
-    ) -> LayoutCase:
-        """Return HND pages where each (full) head has block ids of its own."""
-        roles = [HeadRole(group=head) for head in range(num_kv_heads)]
-        return _layout_case("per_head_ids", roles, head_dim, block_size, max_seq_len, max_reqs, 8)
+        With ``own_ids`` each (full) head has block ids of its own.
+        """
+        kind: Kind = "per_head_ids" if own_ids else "hnd"
+        roles = [role or HeadRole(group=head * own_ids) for head in range(num_kv_heads)]
+        return _layout_case(kind, roles, head_dim, block_size, max_seq_len, max_reqs, 8)
 
     @property
     def num_kv_heads(self) -> int:

@@ -106,7 +106,7 @@ def test_streaming_heads_and_a_full_head_agree_with_the_oracle(device):
 
 
 def test_a_per_head_table_needs_no_reshaping(device):
-    layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=16, max_seq_len=64)
+    layout = LayoutCase.hnd(num_kv_heads=3, head_dim=16, max_seq_len=64, own_ids=True)
     case = build_paged_cache(layout, RaggedBatch(query_lens=(1, 1), seq_lens=(64, 20)))
     case = case.to(device)
     q = make_queries(case, 1)

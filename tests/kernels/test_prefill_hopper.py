@@ -372,7 +372,7 @@ def test_a_missing_page_is_skipped(device, hole):
 
 
 def test_lists_of_blocks_per_head(device):
-    layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=128, max_seq_len=300)
+    layout = LayoutCase.hnd(num_kv_heads=3, head_dim=128, max_seq_len=300, own_ids=True)
     batch = RaggedBatch(query_lens=(200, 7), seq_lens=(300, 290))
     _check(build_paged_cache(layout, batch, dtype=torch.bfloat16).to(device), 2)
 

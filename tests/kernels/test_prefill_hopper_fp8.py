@@ -181,7 +181,7 @@ def test_many_requests(device):
 
 
 def test_lists_of_blocks_per_head(device):
-    layout = LayoutCase.per_head_ids(num_kv_heads=3, head_dim=128, max_seq_len=300)
+    layout = LayoutCase.hnd(num_kv_heads=3, head_dim=128, max_seq_len=300, own_ids=True)
     batch = RaggedBatch(query_lens=(200, 7), seq_lens=(300, 290))
     case = build_paged_cache(layout, batch, dtype=torch.bfloat16, granularity="token")
     _check(case.to(device), 2)
