@@ -37,6 +37,9 @@ Model = Annotated[
         f"{MODEL_HELP}"
     ),
 ]
+Instead = Annotated[
+    int | None, typer.Option(help="Of the streaming heads, instead of the ranking's.")
+]
 Context = Annotated[
     int, typer.Option(min=1, help="Tokens of the request whose share of the cache is counted.")
 ]
@@ -90,12 +93,8 @@ def make(
         int | None,
         typer.Option(help="Tokens of the request whose KV cache takes at most the --budget."),
     ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Of the streaming heads, instead of the ranking's.")
-    ] = None,
-    sink: Annotated[
-        int | None, typer.Option(help="Of the streaming heads, instead of the ranking's.")
-    ] = None,
+    window: Instead = None,
+    sink: Instead = None,
 ) -> None:
     """Write a head policy to a JSON file."""
     check_target("--output", output)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 import torch
 
 from mrv1.config import EngineConfig, dtype_name
-from mrv1.device import FP_FUSION, DeviceInfo, resolve_dtype, visible_gpus
+from mrv1.device import FP_FUSION, DeviceInfo, kernel_path, resolve_dtype, visible_gpus
 from mrv1.environment import child_environment, module_paths
 from mrv1.errors import ConfigError, Mrv1Error
 from mrv1.headwise import HeadPolicy
@@ -297,6 +297,10 @@ def wait_or_warn(compiler: AheadCompiler, show: Callable[[int, int], object]) ->
 def compiled_beside(kernels: KernelSet, *, progress: bool) -> Iterator[None]:
     """Compile a set while the body runs; ``progress`` shows a bar; a failure is a warning."""
     config = kernels.config
+    is_triton = kernel_path(kernels.gpu.device) == "triton"
+    if not is_triton or config.attention_backend != "triton" or torch.version.hip:
+        yield  # FlashInfer compiles its own; a stand-in is an NVIDIA GPU
+        return
     num_processes = config.compile_processes
     if num_processes is None:  # every rank compiles its own
         num_processes = max(num_cpus() // config.tensor_parallel_size, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -125,7 +124,7 @@ def build_parts(
         rank=parallel.rank,
         has_peers=parallel.peers is not None,
     )
-    with _compiled(kernels, progress=progress):
+    with compiled_beside(kernels, progress=progress):
         model = model or load_model(
             config.model,
             device=device,
@@ -214,14 +213,6 @@ def _check_sums(policy: HeadPolicy, config: EngineConfig, parallel: ParallelCont
             f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
             "rank's heads, got both in a layer"
         )
-
-
-def _compiled(kernels: KernelSet, *, progress: bool) -> AbstractContextManager[None]:
-    """Return a context in which weights load; at its end the kernels are compiled."""
-    is_triton = kernel_path(kernels.gpu.device) == "triton"
-    if not is_triton or kernels.config.attention_backend != "triton" or torch.version.hip:
-        return nullcontext()  # FlashInfer compiles its own; a stand-in is an NVIDIA GPU
-    return compiled_beside(kernels, progress=progress)
 
 
 def _head_path(config: EngineConfig) -> str:
