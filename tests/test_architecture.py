@@ -405,7 +405,7 @@ WAITING_FUNCTIONS = {
     "runner.attention_backends:FlashInferBackend.plan": "FlashInfer's page-locked buffers",
     "runner.block_table:BlockTables._counted": "a numpy array on the host",
     "runner.block_table:BlockTables._check": "a numpy array of the plan",
-    "runner.debug:_SyncedOps.__getattr__.awaited": "debug_sync waits by design",
+    "runner.debug:SyncedOps.__getattr__.awaited": "debug_sync waits by design",
     "runner.kv_listener:tokens_of": "numpy arrays of the plan",
     "runner.logprobs:LogprobReport.read": "page-locked memory, after the step's event",
     "runner.logprobs:StoredLogprobs.read": "page-locked memory, after the step's event",

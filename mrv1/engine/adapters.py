@@ -233,6 +233,10 @@ class AdapterSlots:
         """Take a slot that no running request uses for empty."""
         self._held[slot] = None
 
+    def is_pinned(self, slot: int) -> bool:
+        """Say whether a slot keeps its adapter."""
+        return self._held[slot] in self._pinned
+
     def reset(self) -> None:
         """Take all slots for empty: no request runs, and the device may have lost what they held.
 

@@ -69,6 +69,12 @@ class Visible(NamedTuple):
         oldest = (num_tokens - (self.window - 1)) // block_size
         return np.maximum(oldest, self.sink_blocks(block_size))
 
+    def freed_blocks(self, num_tokens: int, block_size: int) -> range:
+        """Return the logical blocks that the head no longer sees after ``num_tokens`` tokens."""
+        first = self.sink_blocks(block_size)
+        end = first if self.is_full else int(self.first_live(num_tokens, block_size))
+        return range(first, end)
+
 
 FULL = Visible()  # a full head sees all tokens
 

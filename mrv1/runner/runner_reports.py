@@ -76,7 +76,7 @@ class RunnerReports:
         config, model, cache = self.config, self.model, self.kv_cache
         dtype = str(model.dtype).removeprefix("torch.")
         if model.config.quantization is not None:
-            how = _describe_products(config, model.config.quantization, model)
+            how = describe_products(config, model.config.quantization, model.device, model.dtype)
             dtype += f", {model.config.quantization.describe()} ({how})"
         if self.path == "reference":
             count = torch.get_num_threads()
@@ -101,11 +101,10 @@ class RunnerReports:
         return report_of(self.kv_cache, self._parts.streaming_demand, self.features.nbytes)
 
 
-def _describe_products(
-    config: EngineConfig, quantization: Quantization, model: DecoderModel
+def describe_products(
+    config: EngineConfig, quantization: Quantization, device: torch.device, dtype: torch.dtype
 ) -> str:
     """Return how products read quantized weights, and whether they quantize tokens."""
-    device, dtype = model.device, model.dtype
     as_values = config.deterministic or dtype.itemsize > 2
     how = quantized_path(device, of_experts=quantization.needs_stacks, as_values=as_values)
     if as_values:

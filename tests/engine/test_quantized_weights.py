@@ -16,7 +16,7 @@ from mrv1.device import DeviceInfo
 from mrv1.kernels.layers import quantized
 from mrv1.models import ModelConfig, checkpoint_places, memory_of
 from mrv1.runner.ranks import control, parallel_runner
-from mrv1.runner.report import describe_products
+from mrv1.runner.runner_reports import describe_products
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
 from tests.models.quantized import SCHEMES, save_compressed
 from tests.models.test_fp8_checkpoints import save_fp8, with_rounded_rows

@@ -331,6 +331,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             landed = int(scheduler._slots.num_landed[request.slot])
             for seen, blocks in zip(self.keeps, request.block_ids, strict=True):
                 given_up = [index for index, block in enumerate(blocks) if block < 0]
+                assert given_up == [*seen.freed_blocks(landed, BLOCK_SIZE)]
                 assert given_up == [
                     index
                     for index in range(len(blocks))

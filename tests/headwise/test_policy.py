@@ -401,19 +401,13 @@ def visible_tokens(seen: Visible, position: int) -> set[int]:
     }
 
 
-def freed_blocks(seen: Visible, num_tokens: int, block_size: int) -> range:
-    """Return the logical blocks that the head no longer sees after ``num_tokens`` tokens."""
-    first = seen.sink_blocks(block_size)
-    return range(first, first if seen.is_full else int(seen.first_live(num_tokens, block_size)))
-
-
 @given(
     seen=some_heads, num_tokens=st.integers(0, 300), block_size=st.sampled_from([16, 32]),
     query_len=st.integers(1, 40),
 )  # fmt: skip
 def test_blocks_are_freed_exactly_when_no_query_sees_them(seen, num_tokens, block_size, query_len):
     later = set().union(*(visible_tokens(seen, p) for p in (num_tokens, num_tokens + 999)))
-    freed = freed_blocks(seen, num_tokens, block_size)
+    freed = seen.freed_blocks(num_tokens, block_size)
     blocks = range(-(-num_tokens // block_size))
     for block in blocks:
         tokens = set(range(block * block_size, (block + 1) * block_size))
@@ -430,7 +424,7 @@ def test_blocks_are_freed_exactly_when_no_query_sees_them(seen, num_tokens, bloc
 
 
 def test_a_window_of_64_and_a_sink_of_32_free_blocks_2_to_27_at_512_tokens():
-    assert freed_blocks(Visible(64, 32), 512, 16) == range(2, 28)
+    assert Visible(64, 32).freed_blocks(512, 16) == range(2, 28)
     with pytest.raises(ValueError, match="expected a streaming head"):
         FULL.num_blocks(16)
 
