@@ -91,6 +91,3 @@ def main(
     ] = False,
 ) -> None:
     """Hold the one option that all commands share: ``--version``."""
-
-
-__all__ = ["app"]

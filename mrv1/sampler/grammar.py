@@ -14,7 +14,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> GrammarMatcher:
         """Return a matcher at the start of a new output."""
-        ...
 
 
 @runtime_checkable
@@ -32,7 +31,6 @@ class GrammarSource(Protocol):
         ``stop_token_ids`` may end a complete output; None = the tokenizer's. RequestError: the
         text is no grammar, or a package that compiles it is missing.
         """
-        ...
 
 
 @runtime_checkable
@@ -41,12 +39,9 @@ class GrammarMatcher(Protocol):
 
     def fill_bitmask(self, bitmask: npt.NDArray[np.int32]) -> None:
         """Set bit i of word w where token 32 w + i may come next; ``[ceil(vocab / 32)]``."""
-        ...
 
     def accept(self, token_id: int) -> bool:
         """Advance by a token; return False if the grammar does not allow the token."""
-        ...
 
     def is_finished(self) -> bool:
         """Return whether the output is complete and no token may follow: the request ends."""
-        ...

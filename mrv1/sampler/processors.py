@@ -47,11 +47,9 @@ class LogitsProcessor(Protocol):
         exception refuses the request: its rows have slot -1 in ``apply``, and the processors after
         this one are not called.
         """
-        ...
 
     def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
         """Return the logits to draw from, ``[rows, vocab]`` float32; may be the same tensor."""
-        ...
 
 
 def checked_processors(given: object) -> tuple[LogitsProcessor, ...]:
