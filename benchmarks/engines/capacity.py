@@ -86,7 +86,7 @@ def longest_context(core: EngineCore) -> int:
     pools = core.scheduler.pools
     if pools.keeps[0].is_full:
         return pools[0].num_blocks * pools.block_size
-    return core.max_model_len
+    return core.runner.max_model_len
 
 
 def predicted_requests(core: EngineCore, context: int) -> int:

@@ -105,11 +105,6 @@ class EngineCore:
             custom_masks=self._custom_masks,
         )
 
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a prompt and its output together."""
-        return self.runner.max_model_len
-
     def add_request(
         self,
         req_id: str,

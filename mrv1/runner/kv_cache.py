@@ -86,20 +86,19 @@ class CacheSpec:
         """Bytes of one token and its share of the scales over all layers and heads."""
         return self.block_bytes // self.block_size
 
+    def num_pages(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
+        """Return the pages of a cache with ``num_blocks`` blocks of each head group."""
+        sizes = zip(groups.groups, num_blocks, strict=True)
+        return 2 * sum(count * sum(group.num_heads) for group, count in sizes)
+
     def nbytes(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
-        """Return the bytes of a cache with ``num_blocks`` blocks of each head group."""
-        return self.static_bytes + sum(
-            count * self.group_bytes(group.num_heads)
-            for group, count in zip(groups.groups, num_blocks, strict=True)
-        )
+        """Return the bytes of a cache; arguments as in ``num_pages``."""
+        return self.static_bytes + self.num_pages(groups, num_blocks) * self.page_bytes
 
     def scale_bytes(self, groups: HeadGroups, num_blocks: Sequence[int]) -> int:
-        """Return the bytes of the scales of a cache with ``num_blocks`` of each head group."""
-        num_pages = 2 * sum(
-            count * sum(group.num_heads)
-            for group, count in zip(groups.groups, num_blocks, strict=True)
-        )
-        return self.static_bytes + num_pages * self.page_scales * torch.float32.itemsize
+        """Return the bytes of a cache's scales; arguments as in ``num_pages``."""
+        of_page = self.page_scales * torch.float32.itemsize
+        return self.static_bytes + self.num_pages(groups, num_blocks) * of_page
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks ``num_tokens`` tokens need."""

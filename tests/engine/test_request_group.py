@@ -214,7 +214,7 @@ def test_a_stop_sequence_that_begins_in_the_prompt_or_ends_before_min_tokens_is_
 
 
 def test_min_tokens_beyond_the_context_is_refused(llm):
-    room = llm.engine.max_model_len - 2
+    room = llm.engine.runner.max_model_len - 2
     params = SamplingParams(max_tokens=None, min_tokens=room + 1)
     with pytest.raises(RequestError, match=rf"min_tokens: expected at most {room} after a pro"):
         llm.generate([5, 6], params)
