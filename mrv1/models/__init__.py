@@ -15,42 +15,22 @@ A weight's way from its file to its layer, in modules of which each imports only
 8. ``drafts``: a layer beside a decoder that predicts its next tokens.
 """
 
-from mrv1.models.batch import AttentionBatch, LayerCache
-from mrv1.models.checkpoint import Checkpoint
-from mrv1.models.config import ModelConfig
-from mrv1.models.decoder import DecoderModel
-from mrv1.models.loading import load_model, random_model
-from mrv1.models.parallel import ParallelContext
-from mrv1.models.places import Place, memory_of
-from mrv1.models.rope import RopeConfig
-from mrv1.models.updating import NamedTensors, checked_update
-from mrv1.models.weights import (
-    ModelWeights,
-    Weight,
-    checkpoint_places,
-    checkpoint_tensors,
-    empty_weights,
-    random_weights,
-)
-
-__all__ = [
-    "AttentionBatch",
-    "Checkpoint",
-    "DecoderModel",
-    "LayerCache",
-    "ModelConfig",
-    "ModelWeights",
-    "NamedTensors",
-    "ParallelContext",
-    "Place",
-    "RopeConfig",
-    "Weight",
-    "checked_update",
-    "checkpoint_places",
-    "checkpoint_tensors",
-    "empty_weights",
-    "load_model",
-    "memory_of",
-    "random_model",
-    "random_weights",
-]
+from mrv1.models.batch import AttentionBatch as AttentionBatch
+from mrv1.models.batch import LayerCache as LayerCache
+from mrv1.models.checkpoint import Checkpoint as Checkpoint
+from mrv1.models.config import ModelConfig as ModelConfig
+from mrv1.models.decoder import DecoderModel as DecoderModel
+from mrv1.models.loading import load_model as load_model
+from mrv1.models.loading import random_model as random_model
+from mrv1.models.parallel import ParallelContext as ParallelContext
+from mrv1.models.places import Place as Place
+from mrv1.models.places import memory_of as memory_of
+from mrv1.models.rope import RopeConfig as RopeConfig
+from mrv1.models.updating import NamedTensors as NamedTensors
+from mrv1.models.updating import checked_update as checked_update
+from mrv1.models.weights import ModelWeights as ModelWeights
+from mrv1.models.weights import Weight as Weight
+from mrv1.models.weights import checkpoint_places as checkpoint_places
+from mrv1.models.weights import checkpoint_tensors as checkpoint_tensors
+from mrv1.models.weights import empty_weights as empty_weights
+from mrv1.models.weights import random_weights as random_weights

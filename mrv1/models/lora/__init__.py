@@ -5,18 +5,11 @@ as an ``adapter``. ``weights`` has the slots that a decoder keeps for adapters, 
 adds to the embeddings.
 """
 
-from mrv1.models.lora.adapter import NO_LAYER, AdapterPair, AdapterPlace, StoredAdapter
-from mrv1.models.lora.embedding import add_embedding
-from mrv1.models.lora.reading import read_adapter
-from mrv1.models.lora.weights import LoraWeights, TokenAdapters
-
-__all__ = [
-    "NO_LAYER",
-    "AdapterPair",
-    "AdapterPlace",
-    "LoraWeights",
-    "StoredAdapter",
-    "TokenAdapters",
-    "add_embedding",
-    "read_adapter",
-]
+from mrv1.models.lora.adapter import NO_LAYER as NO_LAYER
+from mrv1.models.lora.adapter import AdapterPair as AdapterPair
+from mrv1.models.lora.adapter import AdapterPlace as AdapterPlace
+from mrv1.models.lora.adapter import StoredAdapter as StoredAdapter
+from mrv1.models.lora.embedding import add_embedding as add_embedding
+from mrv1.models.lora.reading import read_adapter as read_adapter
+from mrv1.models.lora.weights import LoraWeights as LoraWeights
+from mrv1.models.lora.weights import TokenAdapters as TokenAdapters

@@ -7,22 +7,13 @@ each stored tensor of a module. Imports go from ``reading`` to the families, to 
 ``formats``.
 """
 
-from mrv1.models.quantization.formats import ModuleFormat, ModulePart, shared_rows, zero_problem
-from mrv1.models.quantization.gguf import GGUFBlocks
-from mrv1.models.quantization.mxfp4 import MXFP4
-from mrv1.models.quantization.online import OnlineFP8
-from mrv1.models.quantization.reading import as_asked, read_quantization
-from mrv1.models.quantization.scheme import Quantization
-
-__all__ = [
-    "MXFP4",
-    "GGUFBlocks",
-    "ModuleFormat",
-    "ModulePart",
-    "OnlineFP8",
-    "Quantization",
-    "as_asked",
-    "read_quantization",
-    "shared_rows",
-    "zero_problem",
-]
+from mrv1.models.quantization.formats import ModuleFormat as ModuleFormat
+from mrv1.models.quantization.formats import ModulePart as ModulePart
+from mrv1.models.quantization.formats import shared_rows as shared_rows
+from mrv1.models.quantization.formats import zero_problem as zero_problem
+from mrv1.models.quantization.gguf import GGUFBlocks as GGUFBlocks
+from mrv1.models.quantization.mxfp4 import MXFP4 as MXFP4
+from mrv1.models.quantization.online import OnlineFP8 as OnlineFP8
+from mrv1.models.quantization.reading import as_asked as as_asked
+from mrv1.models.quantization.reading import read_quantization as read_quantization
+from mrv1.models.quantization.scheme import Quantization as Quantization

@@ -5,6 +5,4 @@ function is in ``child``; ``watch`` ends what waits for a rank that has failed. 
 ``links`` with the others: collectives (``groups``) and shared GPU memory (``symmetric_memory``).
 """
 
-from mrv1.runner.ranks.parallel_runner import ParallelRunner
-
-__all__ = ["ParallelRunner"]
+from mrv1.runner.ranks.parallel_runner import ParallelRunner as ParallelRunner
