@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 
 from mrv1 import LoRARequest, SamplingParams
 from mrv1.engine.adapters import LoadedAdapter
-from mrv1.engine.graph_padding import Padding
 from mrv1.engine.request import FinishReason, Request, Status
 from mrv1.engine.running_batch import LaunchedStep
 from mrv1.engine.scheduler import Scheduler
-from mrv1.engine.scheduler_config import SchedulerConfig
+from mrv1.engine.scheduler_config import Padding, SchedulerConfig
 from mrv1.headwise import FULL, Visible
 from mrv1.models.lora import StoredAdapter
 from mrv1.runner import RequestId, SlotRequest, StepOutput, StepPlan

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from mrv1 import LLM, ConfigError
 from mrv1.config import EngineConfig
-from mrv1.engine import graph_padding
-from mrv1.engine.graph_padding import (
+from mrv1.engine import scheduler_config
+from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.scheduler_config import (
     LEAST_PADDING,
     Padding,
     mixed_prefill_tokens,
     token_flops,
 )
-from mrv1.engine.scheduler import Scheduler
 from mrv1.engine.step_budget import TokenRoom
 from mrv1.runner.cuda_graph import prompt_sizes
 from tests.engine.scheduler_model import (
@@ -66,7 +66,7 @@ def test_the_surplus_is_what_no_smaller_graph_computes(sizes, worth, num_tokens)
 def test_padding_is_worth_a_step_by_its_operations(monkeypatch, num_tokens, of_8b, of_0_6b):
     found = []
     for flops in (14_000_000_000, 880_000_000):
-        monkeypatch.setattr(graph_padding, "token_flops", lambda _, flops=flops: flops)
+        monkeypatch.setattr(scheduler_config, "token_flops", lambda _, flops=flops: flops)
         runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(8192)))
         found.append(Padding.for_runner(runner).surplus(num_tokens))
     assert found == [of_8b, of_0_6b]
@@ -99,7 +99,7 @@ def test_an_engine_without_graphs_cuts_no_step():
 def test_decodes_wait_for_a_graph_of_four_tflop_or_1024_tokens(
     monkeypatch, flops, budget, expected
 ):
-    monkeypatch.setattr(graph_padding, "token_flops", lambda _: flops)
+    monkeypatch.setattr(scheduler_config, "token_flops", lambda _: flops)
     runner = SimpleNamespace(prompt_graph_sizes=tuple(prompt_sizes(budget)))
     config = EngineConfig(model="tiny", max_num_batched_tokens=budget)
     assert mixed_prefill_tokens(config, runner) == expected

@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mrv1 import RequestError, StepError
 from mrv1.engine.block_pool import BlockPool
-from mrv1.engine.graph_padding import Padding
 from mrv1.engine.request import Request, Status
 from mrv1.engine.scheduler import Scheduler
+from mrv1.engine.scheduler_config import Padding
 from mrv1.headwise import FULL, Visible
 from mrv1.runner import StepOutput, StepPlan
 from tests.engine.scheduler_model import (

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mrv1.runner.gpu_clock import GpuClock
+from mrv1.runner.async_output import GpuClock
 
 NUM_SLOTS = 3
 
