@@ -145,7 +145,7 @@ def test_late_token_ids_default_to_the_stop_token_ids(late, held):
     assert state.history().late_token_ids[1].tolist() == held + [-1] * (16 - len(held))
     assert state.slots.stop_token_ids[1].tolist() == [7, 8] + [-1] * 14
     many = entering(2, 4, epoch=0, late_token_ids=tuple(range(17)))
-    with pytest.raises(ValueError, match=r"late_token_ids .*: expected at most 16, got 17"):
+    with pytest.raises(ValueError, match=r"late_token_ids .*: expected 0 to 16 tokens, got 17"):
         state.stage(plan_of([2], num_scheduled_tokens=int32(4), new=(many,)), upload)
 
 
