@@ -90,8 +90,8 @@ def stand_in_device(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, instead in (
             (torch.cuda, "Event", _event),
-            (torch.cuda, "Stream", Mock),
-            (torch.cuda, "current_stream", Mock),
+            (torch.cuda, "Stream", lambda *_: Mock()),
+            (torch.cuda, "current_stream", lambda *_: Mock()),
             (torch.cuda, "stream", nullcontext),
             (torch.cuda, "synchronize", Mock()),
             (torch.cuda, "empty_cache", Mock()),
