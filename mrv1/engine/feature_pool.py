@@ -107,6 +107,8 @@ class FeaturePool:
     def fit(self, request: Request, start: int, count: int) -> int:
         """Return ``count``, or less: spans stay whole, and each item gets its rows of features."""
         count = request.uncut(start, count)
+        if not request.multimodal:
+            return count
         num_left = 0 if self._lacks_rows else self.num_rows - self.num_held
         fresh: set[bytes] = set()
         for item in request.items_in(start, start + count):
