@@ -379,9 +379,11 @@ class EngineConfig:
     them; 0 compiles each kernel when it is first launched. Default: the environment variable
     ``MRV1_COMPILE_PROCESSES``, else one for every CPU core."""
     deterministic: bool = False
-    """Compute logits whose bits depend on a request's tokens alone, not on other requests, on
-    chunks, or on whether 1, 2, 4 or 8 ranks compute them. It is slower, and not possible with the
-    ``quarter`` scales of ``kv_scale``, or with adapters on several ranks."""
+    """Compute logits whose bits depend on a request's tokens alone, not on other requests or on
+    chunks. It is slower, and not possible with the ``quarter`` scales of ``kv_scale``."""
+    rank_invariant: bool = False
+    """With ``deterministic``: the same bits on 1, 2, 4 and 8 ranks. More sums go through memory
+    then, on one rank too. Not possible with adapters on several."""
     max_bad_words_num: Count = field(default_factory=VARIABLES["MRV1_MAX_BAD_WORDS_NUM"])
     """Most bad words per request. Default: the environment variable ``MRV1_MAX_BAD_WORDS_NUM``,
     else 16."""
@@ -461,6 +463,8 @@ class EngineConfig:
                 "kv_scale, deterministic: expected not both, got 'quarter', whose bytes depend on "
                 "the order of writes, and deterministic=True"
             )
+        if self.rank_invariant and not self.deterministic:
+            raise ConfigError("rank_invariant: expected deterministic=True with it, got False")
         if self.visit_masked_pages and self.window_recycling and not self.per_head_ids:
             raise ConfigError(
                 "visit_masked_pages: expected tables that keep all blocks "

@@ -330,8 +330,11 @@ def test_an_odd_value_is_a_config_error_that_names_the_option(name):
             else:
                 assert valid, value
             continue
-        tables = {"per_head_ids": True} if name == "visit_masked_pages" else {}
-        taken = getattr(EngineConfig(**{"model": "tiny"} | tables | {name: value}), name)
+        needed = {"visit_masked_pages": "per_head_ids", "rank_invariant": "deterministic"}.get(
+            name
+        )
+        others = {} if needed is None else {needed: True}
+        taken = getattr(EngineConfig(**{"model": "tiny"} | others | {name: value}), name)
         assert type(taken) is str if isinstance(value, str) else taken is value
         assert not isinstance(value, str) or taken == str.__str__(value)
 
@@ -404,6 +407,10 @@ def test_quarter_scales_are_refused_with_determinism_and_switch_prefix_caching_o
             {"visit_masked_pages": True},
             r"visit_masked_pages: expected tables that keep all blocks \(window_recycling=False "
             r"or per_head_ids=True\), got neither",
+        ),
+        (
+            {"rank_invariant": True},
+            "rank_invariant: expected deterministic=True with it, got False",
         ),
         (
             {"deterministic": True, "attention_backend": "flashinfer"},

@@ -143,8 +143,8 @@ def _runner_tables(result: dict[str, Any]) -> list[Table]:
         rows,
         _title(result),
         f"{conditions['prompt_tokens']} prompt tokens, then {conditions['steps']} steady decode "
-        f"steps, medians; {_engine(result)}; deterministic, log-probabilities: ms per step with "
-        "them over the default's",
+        f"steps, medians; {_engine(result)}; deterministic, rank-invariant, log-probabilities: ms "
+        "per step with them over the default's",
     )
     hosts = console(
         COLUMNS["runner host"],
@@ -176,8 +176,13 @@ def _engine(result: dict[str, Any]) -> str:
     conditions = result["conditions"]
     unusual = "".join(
         f", {name}={conditions[name]}"
-        for name, usual in (("deterministic", False), ("overlap", True), ("cuda_graphs", True))
-        if conditions[name] != usual
+        for name, usual in (
+            ("deterministic", False),
+            ("rank_invariant", False),
+            ("overlap", True),
+            ("cuda_graphs", True),
+        )
+        if conditions.get(name, usual) != usual
     )
     return (
         f"KV cache {conditions['kv_cache_dtype']}, attention by "

@@ -17,9 +17,9 @@ from mrv1.cli.options import FieldsOf, command
 
 HELP = SHARED | {
     "modes": f"What to measure, comma-separated: {', '.join(MODES)}. backend: vLLM with mrv1's "
-    "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache; mrv1, and "
-    "mrv1-deterministic: its own engine, without vLLM. The first one that starts is what the "
-    "others are compared with.",
+    "attention; worker: with mrv1's runner and models; -fp8: with an fp8 KV cache; mrv1, "
+    "mrv1-deterministic and mrv1-rank-invariant: its own engine, without vLLM. The first one that "
+    "starts is what the others are compared with.",
     "cells": "BATCHxPROMPT pairs, such as 1x128,32x8192: concurrent requests, and the tokens of "
     "each prompt.",
 }

@@ -34,6 +34,7 @@ class ActiveExperts:
             model.weights,
             ops,
             deterministic=model.deterministic,
+            rank_invariant=model.rank_invariant,
             whole_config=model.whole_config,
         )
 

@@ -57,6 +57,7 @@ class EngineBench(BenchOptions):
     max_num_batched_tokens: int = 8192
     attention_backend: AttentionBackendName = "triton"
     deterministic: bool = False
+    rank_invariant: bool = False
     overlap: bool = True
     cuda_graphs: bool = True
     enable_prefix_caching: bool = False
@@ -97,9 +98,9 @@ class EngineBench(BenchOptions):
     def engine_options(self) -> dict[str, Any]:
         """Return the fields of ``EngineConfig`` that every engine of the benchmark has."""
         names = (
-            "kv_cache_dtype", "kv_scale", "attention_backend", "deterministic", "overlap",
-            "cuda_graphs", "enable_prefix_caching", "block_size", "max_num_batched_tokens",
-            "tensor_parallel_size",
+            "kv_cache_dtype", "kv_scale", "attention_backend", "deterministic", "rank_invariant",
+            "overlap", "cuda_graphs", "enable_prefix_caching", "block_size",
+            "max_num_batched_tokens", "tensor_parallel_size",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names} | {"max_num_seqs": max(self.batches)}
 
@@ -186,6 +187,7 @@ def _new_core(bench: EngineBench, device: torch.device, max_model_len: int) -> E
         device,
         seed=bench.seed,
         deterministic=bench.deterministic,
+        rank_invariant=bench.rank_invariant,
     )
     return EngineCore(config, model=model)
 

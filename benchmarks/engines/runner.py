@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -50,7 +50,8 @@ class RunnerBench(EngineBench):
     """Also measure the step's time with this many log-probabilities for every request; None = do
     not."""
     compare_deterministic: bool = True
-    """Also measure the step's time in an engine with ``deterministic=True``."""
+    """Also measure the step's time in engines with ``deterministic=True``, and with
+    ``rank_invariant=True`` too."""
 
     def __post_init__(self) -> None:
         """Check the fields that the engine does not check."""
@@ -87,7 +88,7 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
     """
     device = resolve_device(bench.device)
     compares = bench.compare_deterministic and not bench.deterministic
-    deterministic_ms = _deterministic_step_ms(bench, device, say) if compares else {}
+    others_ms = _other_steps_ms(bench, device, say) if compares else {}
     core = _start(bench, device)
     try:
         say(core.runner.describe())
@@ -98,10 +99,7 @@ def run_runner(bench: RunnerBench, say: Say = lambda _: None) -> dict[str, objec
             f"first request of any kind: at most {slowest.first_ms - slowest.second_ms:.1f} ms "
             f"more than the second ({slowest.kind})"
         )
-        entries = [
-            _measure_batch(core, bench, batch, deterministic_ms.get(batch), say)
-            for batch in bench.batches
-        ]
+        entries = [_measure_batch(core, bench, batch, others_ms, say) for batch in bench.batches]
         waiting = [_measure_waiting(core, bench, number, say) for number in bench.waiting]
         for entry, batch in zip(entries, bench.batches, strict=True):
             entry["trace"] = None
@@ -139,25 +137,29 @@ def _start(bench: RunnerBench, device: torch.device) -> EngineCore:
 # --- measurements --------------------------------------------------------------------------------
 
 
-def _deterministic_step_ms(bench: RunnerBench, device: torch.device, say: Say) -> dict[int, float]:
-    """Return batch -> the step's median time in ms, in a deterministic engine."""
-    core = _start(replace(bench, deterministic=True), device)
-    steps_ms = {}
-    try:
-        for batch in bench.batches:
-            with steady(core, bench, batch):
-                steps_ms[batch] = float(np.median(step_times(core, bench.steps)))
-            say(f"batch {batch}, deterministic: {steps_ms[batch]:.3f} ms a step")
-    finally:
-        core.runner.close()
-    return steps_ms
+def _other_steps_ms(
+    bench: RunnerBench, device: torch.device, say: Say
+) -> dict[str, dict[int, float]]:
+    """Return, of a deterministic and of a rank-invariant engine, batch -> the step's median ms."""
+    found: dict[str, dict[int, float]] = {}
+    for name in ("deterministic", "rank_invariant"):
+        other = replace(bench, deterministic=True, rank_invariant=name == "rank_invariant")
+        core, steps_ms = _start(other, device), found.setdefault(name, {})
+        try:
+            for batch in bench.batches:
+                with steady(core, other, batch):
+                    steps_ms[batch] = float(np.median(step_times(core, bench.steps)))
+                say(f"batch {batch}, {name}: {steps_ms[batch]:.3f} ms a step")
+        finally:
+            core.runner.close()
+    return found
 
 
 def _measure_batch(
     core: EngineCore,
     bench: RunnerBench,
     batch: int,
-    deterministic_ms: float | None,
+    others_ms: Mapping[str, Mapping[int, float]],
     say: Say,
 ) -> dict[str, Any]:
     with steady(core, bench, batch):
@@ -184,13 +186,24 @@ def _measure_batch(
         "step_p80_ms": float(np.percentile(steps_ms, 80)),
         "gpu_ms": gpu_seconds / bench.steps * 1e3 if on_gpu else None,
         "staging_waits": after["staging_waits"] - before["staging_waits"],
-        "deterministic_step_ms": deterministic_ms,
-        "deterministic_over_default": deterministic_ms and deterministic_ms / step_ms,
+        **_beside(others_ms, batch, step_ms),
         "logprobs_step_ms": logprobs_ms,
         "logprobs_over_default": logprobs_ms and logprobs_ms / step_ms,
         "host": asdict(host),
         "samples_ms": steps_ms,
     }
+
+
+def _beside(
+    others_ms: Mapping[str, Mapping[int, float]], batch: int, step_ms: float
+) -> dict[str, float | None]:
+    """Return the other engines' times of a batch, and how they compare with ``step_ms``."""
+    found: dict[str, float | None] = {}
+    for name in ("deterministic", "rank_invariant"):
+        other = others_ms.get(name, {}).get(batch)
+        found[f"{name}_step_ms"] = other
+        found[f"{name}_over_default"] = other and other / step_ms
+    return found
 
 
 def _measure_waiting(

@@ -59,6 +59,7 @@ MODES: dict[str, dict[str, Any]] = {
     "worker-fp8": WORKER | {"kv_cache_dtype": "fp8_per_token_head"},
     OURS: {},
     f"{OURS}-deterministic": {"deterministic": True},
+    f"{OURS}-rank-invariant": {"deterministic": True, "rank_invariant": True},
 }
 """Mode -> the engine's options that differ from its defaults."""
 

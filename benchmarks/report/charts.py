@@ -36,9 +36,10 @@ VLLM_MODES = {
     "vllm-fp8": "vLLM alone, fp8 cache",
     "mrv1": "mrv1 alone",
     "mrv1-deterministic": "mrv1 alone, deterministic",
+    "mrv1-rank-invariant": "mrv1 alone, rank-invariant",
 }
 """The modes of ``bench vllm``, in the order of a picture's bars."""
-OUTSIDE = frozenset(("vllm", "mrv1", "mrv1-deterministic"))
+OUTSIDE = frozenset(("vllm", "mrv1", "mrv1-deterministic", "mrv1-rank-invariant"))
 """Those without mrv1 in vLLM."""
 
 

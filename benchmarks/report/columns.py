@@ -220,6 +220,10 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
             "step time of a second engine with `deterministic=True`, over `step_ms`",
         ),
         Column(
+            "rank_invariant_over_default", "rank-invariant", "{:.2f}x",
+            "the same with `rank_invariant=True` too",
+        ),
+        Column(
             "logprobs_over_default", "log-probabilities", "{:.2f}x",
             "`logprobs_step_ms` over `step_ms`",
         ),

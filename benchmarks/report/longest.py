@@ -10,7 +10,8 @@ from typing import NamedTuple
 from benchmarks.report.files import OURS, ResultFile
 
 ENGINE_DEFAULTS = {
-    "deterministic": False, "overlap": True, "cuda_graphs": True, "tensor_parallel_size": 1,
+    "deterministic": False, "rank_invariant": False, "overlap": True, "cuda_graphs": True,
+    "tensor_parallel_size": 1,
 }  # fmt: skip
 PLAIN = ENGINE_DEFAULTS | {
     "attention_backend": "triton",

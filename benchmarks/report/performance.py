@@ -152,9 +152,10 @@ def _features(known: Known) -> Iterator[Row]:
                 "deterministic_over_default",
                 "`deterministic=True`, time of a step over the default",
             ),
+            ("rank_invariant_over_default", "the same with `rank_invariant=True`"),
             ("logprobs_over_default", "log-probabilities, time of a step over without"),
         ):
-            ratios = [entry[key] for entry in file.result["results"]]
+            ratios = [entry.get(key) for entry in file.result["results"]]
             if None not in ratios:
                 yield _row(what, f"{file.result['shape']}, {_batches(file)}", _times(ratios), file)
     for file in known.get("speculation", []):

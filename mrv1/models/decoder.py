@@ -39,6 +39,7 @@ class DecoderModel:
         ops: the ops that ``select_ops`` returned for that device.
         parallel: this rank among the tensor-parallel ranks; None = a single rank.
         deterministic: whether a token's results must depend on its own request alone.
+        rank_invariant: with ``deterministic``, whether any number of ranks must have the same.
         whole_config: the whole model's, of which ``config`` is a rank's part; None = ``config``.
     """
 
@@ -50,6 +51,7 @@ class DecoderModel:
         *,
         parallel: ParallelContext | None = None,
         deterministic: bool = False,
+        rank_invariant: bool = False,
         whole_config: ModelConfig | None = None,
     ) -> None:
         self.config = config
@@ -57,8 +59,8 @@ class DecoderModel:
         self.weights = weights
         self._ops = ops
         self._parallel = parallel or ParallelContext()
-        self.deterministic = deterministic
-        self._products = Products(ops, deterministic=deterministic)
+        self.deterministic, self.rank_invariant = deterministic, rank_invariant
+        self._products = Products(ops, deterministic=deterministic, rank_invariant=rank_invariant)
         self.lora: LoraWeights | None = None
         """Slots of adapters; None = the model has none, see ``enable_lora``."""
         self.softmax_scale = config.softmax_scale or config.head_dim**-0.5
@@ -101,9 +103,9 @@ class DecoderModel:
 
         ConfigError: sums over several ranks are to have the bits of one.
         """
-        if self.deterministic and self._parallel.size > 1:
+        if self.rank_invariant and self._parallel.size > 1:
             raise ConfigError(
-                "enable_lora: expected a single rank with deterministic=True, got "
+                "enable_lora: expected a single rank with rank_invariant=True, got "
                 f"{self._parallel.size}"
             )
         self.lora = LoraWeights.empty(
@@ -421,8 +423,8 @@ class DecoderModel:
 
     @property
     def _leaves(self) -> int | None:
-        """Leaves of this rank in a product whose inputs ranks divide, if it is deterministic."""
-        return self._parallel.leaves if self.deterministic else None
+        """Leaves of this rank in a product whose inputs ranks divide, if they are any rank's."""
+        return self._parallel.leaves if self.rank_invariant else None
 
     def _partial(self, x: torch.Tensor, weight: Weight, adapters: Adapters | None) -> torch.Tensor:
         """Return ``x @ weight.T``, this rank's part of a sum; if deterministic, not rounded.

@@ -18,7 +18,7 @@ from mrv1.models.expert_weights import ExpertWeights
 from mrv1.models.experts import ExpertsConfig
 
 LEAF_BYTES = 2**29
-"""Most bytes of deterministic products with experts that are kept at the same time."""
+"""Most bytes of products of leaves that are kept at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def combine(
 
     ``adds_bias`` says whether this rank has the biases, which a sum over ranks has once.
 
-    Deterministic products are of leaves, hence several for each pair, in float32: those of
-    4,096 tokens would take gigabytes. So some tokens follow others, which changes no bits.
+    Products with ``leaves`` are several for each pair, in float32: those of 4,096 tokens would
+    take gigabytes. So some tokens follow others, which changes no bits.
     """
     num_tokens, num_chosen = routed.weights.shape
     at_once = max(num_tokens, 1)

@@ -56,6 +56,7 @@ def load_model(
     progress: bool = True,
     parallel: ParallelContext | None = None,
     deterministic: bool = False,
+    rank_invariant: bool = False,
     load_format: LoadFormatName = "auto",
     quantization: QuantizationName | None = None,
     max_model_len: int | None = None,
@@ -75,6 +76,7 @@ def load_model(
         progress: whether to show a progress bar if stderr is a terminal.
         parallel: as in ``DecoderModel``.
         deterministic: as in ``DecoderModel``.
+        rank_invariant: as in ``DecoderModel``.
         load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
         quantization: as in ``EngineConfig``.
         max_model_len: most tokens of a request, as in ``ModelConfig.for_context``.
@@ -109,6 +111,7 @@ def load_model(
         ops,
         parallel=parallel,
         deterministic=deterministic,
+        rank_invariant=rank_invariant,
         whole_config=config,
     )
 
@@ -120,12 +123,15 @@ def random_model(
     *,
     seed: int,
     deterministic: bool = False,
+    rank_invariant: bool = False,
 ) -> DecoderModel:
     """Return a model with ``random_weights``; ConfigError: the device has no such dtype."""
     resolved = resolve_dtype(dtype_name(dtype), config.torch_dtype, device)
     weights = random_weights(config, device=device, dtype=resolved, seed=seed)
     ops = select_ops(kernel_path(device))
-    return DecoderModel(config, weights, ops, deterministic=deterministic)
+    return DecoderModel(
+        config, weights, ops, deterministic=deterministic, rank_invariant=rank_invariant
+    )
 
 
 def load_weights(

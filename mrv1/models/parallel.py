@@ -13,7 +13,7 @@ import torch
 
 from mrv1.errors import ConfigError
 from mrv1.kernels._base.peers import PeerMemory
-from mrv1.kernels.layers.sum_order import MOST_LEAVES
+from mrv1.kernels.layers.sum_order import MOST_LEAVES, tree_sum
 from mrv1.kernels.sampling.contracts import group_size
 from mrv1.models.config import ModelConfig
 from mrv1.models.files import raise_problems
@@ -67,7 +67,7 @@ class ParallelContext:
 
     @property
     def leaves(self) -> int:
-        """Leaves of this rank in a deterministic product whose inputs the ranks divide."""
+        """Leaves of this rank in a rank-invariant product whose inputs the ranks divide."""
         return MOST_LEAVES // self.size
 
     def sum_in_order(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -75,24 +75,26 @@ class ParallelContext:
 
         With ``leaves`` of each rank, it is the sum of all leaves of one rank.
         """
-        parts = [tensor]
-        if self.size > 1:
-            parts = [*self.all_gather(tensor).unflatten(-1, (self.size, -1)).unbind(-2)]
-        while len(parts) > 1:
-            parts = [even + odd for even, odd in zip(parts[0::2], parts[1::2], strict=True)]
-        return parts[0]
+        return tree_sum(self.all_gather(tensor).unflatten(-1, (self.size, -1)).unbind(-2))
 
-    def shard(self, config: ModelConfig, *, deterministic: bool = False) -> ModelConfig:
+    def shard(
+        self, config: ModelConfig, *, deterministic: bool = False, rank_invariant: bool = False
+    ) -> ModelConfig:
         """Return the configuration of this rank's heads and MLP rows; ``vocab_size`` stays whole.
 
         If there are more ranks than KV heads, several have the same one. ConfigError: the model
-        cannot be divided, or not into parts whose ``deterministic`` results are those of one rank;
-        the message lists every reason.
+        cannot be divided, or not into parts whose results are ``deterministic``, or are those of
+        one rank (``rank_invariant``); the message lists every reason.
         """
         size, heads = self.size, config.num_kv_heads
         if size == 1:
             return config
-        problems = [] if not deterministic else self._deterministic_problems(config)
+        problems = self._invariance_problems(config) if rank_invariant else []
+        if deterministic and config.qk_norm == "vector":
+            problems.append(
+                "expected 1 with deterministic=True where a norm is over the heads of all ranks, "
+                f"got {size}"
+            )
         if max(heads, size) % min(heads, size):
             problems.append(
                 f"expected a divisor or a multiple of {heads} KV heads (num_key_value_heads), "
@@ -122,27 +124,21 @@ class ParallelContext:
             experts=experts and experts.of_ranks(size),
         )
 
-    def _deterministic_problems(self, config: ModelConfig) -> list[str]:
+    def _invariance_problems(self, config: ModelConfig) -> list[str]:
         """Return why several ranks cannot have the bits of one."""
         if MOST_LEAVES % self.size:
-            return [f"expected 1, 2, 4 or {MOST_LEAVES} with deterministic=True, got {self.size}"]
+            return [f"expected 1, 2, 4 or {MOST_LEAVES} with rank_invariant=True, got {self.size}"]
         inputs = [
             ("head_dim * num_attention_heads", config.head_dim * config.num_q_heads),
             ("intermediate_size", config.intermediate_size),
         ]
         if config.experts is not None:
             inputs += [("the width of an expert", width) for width in config.experts.widths]
-        problems = [
-            f"expected a multiple of {MOST_LEAVES} as {name} with deterministic=True, got {count}"
+        return [
+            f"expected a multiple of {MOST_LEAVES} as {name} with rank_invariant=True, got {count}"
             for name, count in inputs
             if count % MOST_LEAVES
         ]
-        if config.qk_norm == "vector":
-            problems.append(
-                "expected 1 with deterministic=True where a norm is over the heads of all ranks, "
-                f"got {self.size}"
-            )
-        return problems
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Return the rows of a rank's embedding and head: whole groups of the sampler's.

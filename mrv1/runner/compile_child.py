@@ -53,6 +53,7 @@ def recording(kernels: KernelSet) -> Iterator[tuple[KernelRecorder, ModelRunner]
             select_ops(kernel_path(device)),
             parallel=parallel,
             deterministic=config.deterministic,
+            rank_invariant=config.rank_invariant,
             whole_config=whole,
         )
         runner = ModelRunner(

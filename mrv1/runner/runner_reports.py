@@ -93,7 +93,7 @@ class RunnerReports:
             f"{_describe_heads(cache, self.head_policy)}, "
             f"{' + '.join(map(str, cache.num_blocks))} blocks of {cache.spec.block_size} tokens "
             f"({self.kv_report()['total_bytes'] / 2**20:.1f} MiB), {graphs}"
-            f"{_describe_rope(model.config)}{_describe_adapters(model)}"
+            f"{_describe_rope(model.config)}{_describe_adapters(model)}{_describe_bits(config)}"
         )
 
     def kv_report(self) -> KVReport:
@@ -121,6 +121,13 @@ def _describe_adapters(model: DecoderModel) -> str:
         return ""
     size, rank = model.lora.nbytes / 2**20, model.lora.max_rank
     return f", room for {model.lora.max_loras} LoRA adapters of rank {rank} ({size:.1f} MiB)"
+
+
+def _describe_bits(config: EngineConfig) -> str:
+    """Return what the bits of a result do not follow from."""
+    if not config.deterministic:
+        return ""
+    return ", deterministic" + " on any number of ranks" * config.rank_invariant
 
 
 def _describe_rope(config: ModelConfig) -> str:

@@ -83,7 +83,9 @@ def build_parts(
         config, model_config = read_config(config, device, progress=progress)
     check_codes(config.kv_cache_dtype, model_config)
     # A model that cannot be divided fails here.
-    parallel.shard(model_config, deterministic=config.deterministic)
+    parallel.shard(
+        model_config, deterministic=config.deterministic, rank_invariant=config.rank_invariant
+    )
     max_model_len = resolve_max_model_len(config.max_model_len, model_config.max_model_len)
     policy = resolve_policy(config, model_config, head_policy, is_checkpoint=is_checkpoint)
     _check_sums(policy, config, parallel)
@@ -133,6 +135,7 @@ def build_parts(
             progress=progress,
             parallel=parallel,
             deterministic=config.deterministic,
+            rank_invariant=config.rank_invariant,
             load_format=config.load_format,
             config=model_config,
         )
@@ -142,10 +145,11 @@ def build_parts(
                 draft_model = load_head(head, _head_path(config), model, ops)
         clock.lap("weights")
     clock.lap("kernels")
-    if model.deterministic != config.deterministic:
-        raise ConfigError(
-            f"model: expected one with deterministic={config.deterministic}, as configured"
-        )
+    for name in ("deterministic", "rank_invariant"):
+        if getattr(model, name) != getattr(config, name):
+            raise ConfigError(
+                f"model: expected one with {name}={getattr(config, name)}, as configured"
+            )
     if config.enable_lora:
         with within_memory("max_loras, max_lora_rank", "the adapters", device):
             model.enable_lora(config.max_loras, config.max_lora_rank)
@@ -181,7 +185,7 @@ def with_policy(
 
     ``policy`` is a policy, the text that names one, or None = the one without ``head_policy``.
     ConfigError: the policy cannot be read, is not for this model, or does not go with the backend,
-    with a draft head or with ``deterministic`` ranks. CapacityError: the state of requests does
+    with a draft head or with ``rank_invariant``. CapacityError: the state of requests does
     not fit.
     """
     step, model_config = parts.step, parts.model_config
@@ -205,12 +209,12 @@ def with_policy(
 
 
 def _check_sums(policy: HeadPolicy, config: EngineConfig, parallel: ParallelContext) -> None:
-    """Raise ConfigError if ranks would add in an order that depends on the policy."""
+    """Raise ConfigError if ranks would not add as one does, because of the policy."""
     mixes = any(len({seen.is_full for seen in layer}) > 1 for layer in policy.heads)
-    if config.deterministic and parallel.size > 1 and mixes:
+    if config.rank_invariant and parallel.size > 1 and mixes:
         raise ConfigError(
             "head_policy: expected layers of full or of streaming heads alone with "
-            f"deterministic=True and tensor_parallel_size={parallel.size}, as sums follow from a "
+            f"rank_invariant=True and tensor_parallel_size={parallel.size}, as sums follow from a "
             "rank's heads, got both in a layer"
         )
 

@@ -102,6 +102,7 @@ def test_the_runner_benchmark_on_a_cpu_uses_a_tiny_shape_and_prints_its_tables(
     for entry in written["results"]:
         assert f"{entry['step_ms']:.3f}" in result.stdout
         assert f"{entry['deterministic_over_default']:.2f}x" in result.stdout
+        assert f"{entry['rank_invariant_over_default']:.2f}x" in result.stdout
     for entry in written["results"] + written["waiting"]:
         assert f"{entry['host']['execute_us']:,.1f}" in result.stdout
     assert "times mean nothing" in result.stderr

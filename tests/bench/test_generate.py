@@ -187,6 +187,7 @@ def test_on_a_gpu_there_is_a_floor_and_the_kernels_run():
     [
         {},
         {"deterministic": True, "enable_prefix_caching": True},
+        {"deterministic": True, "rank_invariant": True},
         {"overlap": False, "cuda_graphs": False},
     ],
 )
@@ -199,19 +200,20 @@ def test_engine_options_reach_the_engine_and_the_conditions(
         ModelRunner,
         "__init__",
         lambda self, config, *, model, **rest: (
-            configs.append((config, model.deterministic)),
+            configs.append((config, model)),
             init(self, config, model=model, **rest),
         )[0],
     )
     result = run_generate(GenerateBench(**SMALL | {"batches": (1,), "repeats": 1}, **options))
     usual = {
-        "deterministic": False, "overlap": True, "cuda_graphs": True,
+        "deterministic": False, "rank_invariant": False, "overlap": True, "cuda_graphs": True,
         "enable_prefix_caching": False,
     }  # fmt: skip
-    ((config, model_is_deterministic),) = configs
+    ((config, model),) = configs
     for name, value in (usual | options).items():
         assert getattr(config, name) is result["conditions"][name] is value
-    assert model_is_deterministic is config.deterministic
+    assert model.deterministic is config.deterministic
+    assert model.rank_invariant is config.rank_invariant
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ KEYS = {
 }  # fmt: skip
 ENTRY_KEYS = {
     "batch", "step_ms", "step_p20_ms", "step_p80_ms", "gpu_ms", "staging_waits", "host", "trace",
-    "deterministic_step_ms", "deterministic_over_default", "logprobs_step_ms",
-    "logprobs_over_default", "samples_ms",
+    "deterministic_step_ms", "deterministic_over_default", "rank_invariant_step_ms",
+    "rank_invariant_over_default", "logprobs_step_ms", "logprobs_over_default", "samples_ms",
 }  # fmt: skip
 HOST_KEYS = {
     "total_us", "mean_total_us", "quietest_us", "schedule_us", "execute_us", "read_us",
@@ -331,7 +331,7 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
         runner,
         "start_engine",
         lambda bench, *args, **kwargs: (
-            built.append(bench.deterministic),
+            built.append((bench.deterministic, bench.rank_invariant)),
             start_engine(bench, *args, **kwargs),
         )[1],
     )
@@ -350,12 +350,10 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
         assert len(entry["samples_ms"]) == 3
         assert entry["step_ms"] == sorted(entry["samples_ms"])[1]
         assert entry["gpu_ms"] is entry["trace"] is None
-        assert entry["deterministic_over_default"] == pytest.approx(
-            entry["deterministic_step_ms"] / entry["step_ms"]
-        )
-        assert entry["logprobs_over_default"] == pytest.approx(
-            entry["logprobs_step_ms"] / entry["step_ms"]
-        )
+        for name in ("deterministic", "rank_invariant", "logprobs"):
+            assert entry[f"{name}_over_default"] == pytest.approx(
+                entry[f"{name}_step_ms"] / entry["step_ms"]
+            )
     assert [(e["batch"], e["waiting"]) for e in result["waiting"]] == [(3, 0), (3, 5)]
     assert all(entry["host"].keys() == HOST_KEYS for entry in result["waiting"])
     assert [entry["kind"] for entry in result["first_requests"]] == [*KINDS]
@@ -363,9 +361,9 @@ def test_result_has_the_schema_and_survives_json(monkeypatch: pytest.MonkeyPatch
         assert entry.keys() == {"kind", "first_ms", "second_ms", "compilations"}
         assert min(entry["first_ms"], entry["second_ms"]) > 0
         assert entry["compilations"] == 0
-    assert built == [True, False]
-    # messages: deterministic batches, the start line, first requests, batches twice, queues
-    assert len(said) == 2 + 1 + 1 + 2 * 2 + 2
+    assert built == [(True, False), (True, True), (False, False)]
+    # messages: batches of two other engines, the start line, first requests, batches twice, queues
+    assert len(said) == 2 * 2 + 1 + 1 + 2 * 2 + 2
 
 
 @pytest.mark.parametrize("options", [{"compare_deterministic": False}, {"deterministic": True}])
@@ -374,6 +372,7 @@ def test_without_comparison_there_is_no_other_time(options: dict[str, bool]):
     result: dict[str, Any] = run_runner(RunnerBench(**small, **options))
     for entry in result["results"]:
         assert entry["deterministic_step_ms"] is entry["deterministic_over_default"] is None
+        assert entry["rank_invariant_step_ms"] is entry["rank_invariant_over_default"] is None
         assert entry["logprobs_step_ms"] is entry["logprobs_over_default"] is None
     assert result["waiting"] == []
 

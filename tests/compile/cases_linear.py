@@ -16,7 +16,7 @@ from mrv1.kernels.layers.linear_registers import RegisterConfig, _linear_registe
 from mrv1.kernels.layers.linear_splits import TILE_OUT, _add_splits_kernel, sum_warps
 from mrv1.kernels.layers.linear_tiles import TileConfig, _linear_tile_kernel
 from mrv1.kernels.layers.linear_vector import VectorConfig, _linear_vector_kernel
-from mrv1.kernels.layers.sum_order import MOST_LEAVES, SumOrder
+from mrv1.kernels.layers.sum_order import MOST_LEAVES, SumOrder, undivided_leaves
 from mrv1.testing.aot import AotCase, Target, pointer
 
 PARKED_BYTES = {"sm_80": 16, "sm_100": 8}
@@ -74,8 +74,8 @@ RANKS = (
 )
 """Products of ranks; a partial one has a float32 result and some of the leaves."""
 GROUPS = (
-    (Layer(1024, 4096, ("bias",)), 1, 1),
-    (Layer(1024, 3072, ("gated", "bias")), 1, 1),
+    (Layer(1024, 4096, ("bias",)), 1, None),
+    (Layer(1024, 3072, ("gated", "bias")), 1, None),
     (Layer(4096, 6144, dtype=torch.float16), 1, 4),
     (Layer(4096, 6144), 2, 4),
     (Layer(4096, 14336, ("gated",)), 1, 4),
@@ -83,8 +83,10 @@ GROUPS = (
     (Layer(14336, 4096, ("residual",)), 2, 8),
     (Layer(7168, 4096, ("partial",)), 1, 4),
     (Layer(1792, 4096, ("partial",)), 1, 1),
+    *((O_PROJ, splits, None) for splits in (1, 2, 4)),
+    *((DOWN, splits, None) for splits in (1, 3)),
 )
-"""Layers of many tokens on Hopper, in so many splits of so many leaves."""
+"""Layers of many tokens on Hopper, in so many splits of so many leaves; None = as many as suit."""
 GELU = Layer(1024, 3072, ("norm", "wide", "gated", "gelu"))
 LARGE_GELU = Layer(3584, 14_336, ("norm", "wide", "gated", "gelu"))
 EVERYTHING = tuple(Layer(100, 48, ("norm", "bias", "gated", "residual"), d) for d in DTYPES)
@@ -145,18 +147,28 @@ def _vector(target: Target, layer: Layer) -> AotCase:
 
 
 def _in_order(target: Target, layer: Layer, num_tokens: int) -> list[AotCase]:
-    """Return the deterministic case."""
-    is_row_product = "residual" in layer.fused and "gated" not in layer.fused
-    leaves = MOST_LEAVES if is_row_product else None
+    """Return the deterministic cases: bits of any number of ranks, and of this one."""
+    is_gated = "gated" in layer.fused
+    leaves = undivided_leaves(layer.num_in)
+    if "residual" in layer.fused and not is_gated:
+        leaves = MOST_LEAVES
     if "partial" in layer.fused:
         leaves = MOST_LEAVES * layer.num_in // (4096 if 4096 % layer.num_in == 0 else 14336)
-    order, is_gated = SumOrder.of(layer.num_in, leaves), "gated" in layer.fused
+    orders = dict.fromkeys(
+        SumOrder.of(layer.num_in, layer.num_rows, each, is_gated=is_gated)
+        for each in (leaves, None)
+    )
+    return [case for order in orders for case in _of_order(target, layer, num_tokens, order)]
+
+
+def _of_order(target: Target, layer: Layer, num_tokens: int, order: SumOrder) -> list[AotCase]:
+    is_gated = "gated" in layer.fused
     if layer.dtype.itemsize == 2 and target.capability in ONE_ROUNDING:
         registers = RegisterConfig.in_order_for(
             num_tokens, layer.num_in, layer.num_rows, order, is_gated=is_gated
         )
         if registers is not None:
-            return _registers(target, layer, num_tokens, registers)
+            return _registers(target, layer, num_tokens, registers, order)
     tiles = TileConfig.in_order_for(
         num_tokens,
         layer.num_rows,
@@ -193,7 +205,7 @@ def _tile(
         parts, part_in = 1, steps * config.tile_in
     out = pointer(torch.float32) if "partial" in layer.fused else data
     return AotCase(
-        name=layer.name("linear_leaves" if order else "linear_tile", num_tokens),
+        name=layer.name("linear_leaves" if order else "linear_tile", num_tokens) + _form(order),
         kernel=_linear_tile_kernel,
         args=(
             *(out, layer.num_out, sums, layer.if_fused("residual"), layer.num_out),
@@ -219,29 +231,35 @@ def _tile(
     )
 
 
-def _groups(layer: Layer, splits: int, leaves: int) -> AotCase:
+def _form(order: SumOrder | None) -> str:
+    """Return what tells the two orders of a layer apart in names."""
+    return "" if order is None else f"-{order.leaves}x{order.chains}"
+
+
+def _groups(layer: Layer, splits: int, leaves: int | None) -> AotCase:
     """Return a case of warp groups, which only sm_90 has."""
     from mrv1.kernels.layers import linear_groups
 
-    order = SumOrder.of(layer.num_in, None if leaves == 1 and layer.num_in == 1024 else leaves)
+    is_gated = "gated" in layer.fused
+    order = SumOrder.of(layer.num_in, layer.num_rows, leaves, is_gated=is_gated)
     data, num_steps = pointer(layer.dtype), order.chain_in // linear_groups.STEP_IN.value
     x = torch.empty(256, layer.num_in, dtype=layer.dtype)
     weight = torch.empty(layer.num_rows, layer.num_in, dtype=layer.dtype)
     return AotCase(
-        name=layer.name("linear_groups", 256) + f"-{splits}-splits",
+        name=layer.name("linear_groups", 256) + _form(order) + f"-{splits}-splits",
         kernel=linear_groups._linear_groups_kernel,
         args=(
             *(pointer(torch.float32) if "partial" in layer.fused else data, layer.num_out),
             *(pointer(torch.float32) if splits > 1 else None, layer.if_fused("residual")),
             *(layer.num_out, layer.if_fused("bias")),
-            *linear_groups.describe(x, weight, is_gated="gated" in layer.fused),
+            *linear_groups.describe(x, weight, is_gated=is_gated),
             *(256, layer.num_out, 100, 2),
         ),
         constexprs={
             "SPLITS": splits,
-            "PARTS": layer.num_in // order.chain_in // splits,
-            "PART_STEPS": num_steps,
-            "IN_TREE": order.leaves > 1,
+            "LEAVES": order.leaves // splits,
+            "CHAINS": order.chains,
+            "CHAIN_STEPS": num_steps,
             "OVERLAP": True,
         },
         num_warps=4,
@@ -249,7 +267,11 @@ def _groups(layer: Layer, splits: int, leaves: int) -> AotCase:
 
 
 def _registers(
-    target: Target, layer: Layer, num_tokens: int, config: RegisterConfig | None = None
+    target: Target,
+    layer: Layer,
+    num_tokens: int,
+    config: RegisterConfig | None = None,
+    order: SumOrder | None = None,
 ) -> list[AotCase]:
     """Return the case, or no case where the weights do not fit registers."""
     config = config or RegisterConfig.default_for(
@@ -264,7 +286,8 @@ def _registers(
     data = pointer(layer.dtype)
     prefetches = target.has_dependent_launch and config.splits == 1
     case = AotCase(
-        name=layer.name("linear_in_order" if config.chain_in else "linear_registers", num_tokens),
+        name=layer.name("linear_in_order" if order else "linear_registers", num_tokens)
+        + _form(order),
         kernel=_linear_registers_kernel,
         args=(
             *(data, layer.num_out, pointer(torch.float32) if config.splits > 1 else None),

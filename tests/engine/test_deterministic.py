@@ -1,4 +1,7 @@
-"""deterministic=True: a token's logits are the same bits in any batch, chunk, step or cache."""
+"""deterministic=True: a token's logits are the same bits in any batch, chunk, step or cache.
+
+With rank_invariant=True, on 1, 2, 4 and 8 ranks too.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from tests.thread_ranks import ThreadRanks
 Schedule = list[tuple[int, list[int], SamplingParams, int | None]]
 
 NUM_TOKENS = 12
+PROMPTS = [[(5 * i * i + 3 * i + n) % 60 + 3 for i in range(n)] for n in (1, 2, 17, 40, 66)]
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +172,7 @@ def cores(request, tmp_path_factory) -> Iterator[tuple[EngineCore, EngineCore]]:
             config = EngineConfig(
                 model=str(path), device="cpu", dtype=dtype, num_kv_blocks=9, max_num_seqs=4,
                 max_num_batched_tokens=24, max_model_len=MAX_LEN, deterministic=True,
+                rank_invariant=True,
                 speculative={"method": "ngram", "num_tokens": 3, "prompt_lookup_min": 1},
                 tensor_parallel_size=ranks,
             )  # fmt: skip
@@ -189,20 +194,57 @@ def test_ranks_have_the_bits_of_one(cores, schedule):
     drained(several)
 
 
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {"head_policy": "ratio=0.5,window=32,sink=16"}),
+        pytest.param(3, {"dtype": "float32"}, marks=pytest.mark.full),  # no number of leaves
+    ],
+)
+def test_ranks_give_the_same_bits_in_any_batch(tmp_path, monkeypatch, size, options):
+    """Without the bits of one rank: leaves that suit a rank's weights, and their own sum."""
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    tiny_checkpoint(
+        tmp_path, "qwen3", num_attention_heads=2 * size, num_key_value_heads=2 * size,
+        intermediate_size=size * 30,
+    )  # fmt: skip
+    config = EngineConfig(
+        **(
+            {
+                "model": str(tmp_path), "device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 64,
+                "max_num_seqs": 8, "max_model_len": 128, "deterministic": True,
+                "enable_prefix_caching": False, "tensor_parallel_size": size,
+            }
+            | options
+        )
+    )  # fmt: skip
+    core = EngineCore(config, progress=False)
+    assert f", deterministic, {size} ranks" in core.runner.describe()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    together = [(index, prompt, params, None) for index, prompt in enumerate(PROMPTS)]
+    of_all = run_of(core, together)
+    assert [error for *_, error in of_all] == [None] * len(PROMPTS)
+    assert [run_of(core, [(0, *rest)])[0] for _, *rest in together] == of_all
+    core.runner.close()
+
+
 def test_ranks_refuse_a_policy_that_mixes_heads_in_a_layer(checkpoint, monkeypatch):
     monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
     config = EngineConfig(
         model=str(checkpoint), num_kv_blocks=8, device="cpu", deterministic=True,
-        tensor_parallel_size=2, head_policy="ratio=0.5,window=32,sink=16",
+        rank_invariant=True, tensor_parallel_size=2, head_policy="ratio=0.5,window=32,sink=16",
     )  # fmt: skip
     with pytest.raises(ConfigError, match="head_policy: expected layers of full or of streaming"):
         EngineCore(config, progress=False)
 
 
-def test_a_model_loaded_without_deterministic_is_refused(checkpoint):
-    config = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu")
-    runner = ModelRunner(config, progress=False)
-    other = EngineConfig(model=str(checkpoint), num_kv_blocks=8, device="cpu", deterministic=True)
-    with pytest.raises(ConfigError, match="model: expected one with deterministic=True"):
-        ModelRunner(other, model=runner.model, progress=False)
+@pytest.mark.parametrize("name", ["deterministic", "rank_invariant"])
+def test_a_model_loaded_without_an_option_is_refused(checkpoint, name):
+    options = {"model": str(checkpoint), "num_kv_blocks": 8, "device": "cpu"}
+    others = {} if name == "deterministic" else {"deterministic": True}
+    runner = ModelRunner(EngineConfig(**options, **others), progress=False)
+    with pytest.raises(ConfigError, match=f"model: expected one with {name}=True"):
+        ModelRunner(
+            EngineConfig(**options, **others | {name: True}), model=runner.model, progress=False
+        )
     runner.close()

@@ -158,7 +158,12 @@ def test_a_policy_with_a_wide_window_changes_nothing(checkpoint, expected):
         ),
         pytest.param("mixtral", 8, {}, marks=pytest.mark.full),
         pytest.param("olmoe", 8, {}, marks=pytest.mark.full),  # norms over all heads
-        pytest.param("ernie4_5_moe", 4, {"deterministic": True}, marks=pytest.mark.full),
+        pytest.param(
+            "ernie4_5_moe",
+            4,
+            {"deterministic": True, "rank_invariant": True},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_eight_ranks_give_the_tokens_of_one(tmp_path, monkeypatch, family, num_kv_heads, options):

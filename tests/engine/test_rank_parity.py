@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no prefix caching": {"enable_prefix_caching": False},
     "processed logprobs": {"logprobs_mode": "processed_logprobs"},
     "deterministic": {"deterministic": True},
+    "rank invariant": {"deterministic": True, "rank_invariant": True},
     "custom processors": {},
     "vision": {},
 }

@@ -175,8 +175,8 @@ def test_every_rank_has_its_share_of_the_cache(cores):
         ({"tensor_parallel_size": 3}, "expected a divisor or a multiple of 2 KV heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected an integer >= 1"),
         (
-            {"deterministic": True, "tensor_parallel_size": 3},
-            "expected 1, 2, 4 or 8 with deterministic=True, got 3",
+            {"deterministic": True, "rank_invariant": True, "tensor_parallel_size": 3},
+            "expected 1, 2, 4 or 8 with rank_invariant=True, got 3",
         ),
     ],
 )
@@ -307,6 +307,27 @@ def test_a_request_of_classes_of_the_callers_is_served_by_all_ranks(cores):
         outputs.append([request.output_token_ids for request in requests])
         assert [request.error for request in requests] == [None, None]
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    "size", [2, *(pytest.param(size, marks=pytest.mark.full) for size in (4, 8))]
+)
+def test_rank_invariant_processes_have_the_bits_of_one(tmp_path, size):
+    """Over gloo; log-probabilities are floats of all of a token's logits."""
+    tiny_checkpoint(tmp_path, "qwen3", num_attention_heads=8, num_key_value_heads=4)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+    found = []
+    for ranks in (1, size):
+        with LLM(
+            str(tmp_path), device="cpu", dtype="bfloat16", num_kv_blocks=32, max_num_seqs=4,
+            max_model_len=64, tensor_parallel_size=ranks, use_tqdm_on_load=False,
+            deterministic=True, rank_invariant=True,
+        ) as llm:  # fmt: skip
+            prompts = [{"prompt_token_ids": PROMPT[:length]} for length in (1, 3, len(PROMPT))]
+            outputs = llm.generate(prompts, params)
+            found.append([each.outputs[0].logprobs for each in outputs])
+            assert ", deterministic on any number of ranks" in llm.describe()
+    assert found[0] == found[1]
 
 
 def test_processes_give_the_tokens_of_one_rank_until_one_is_killed(checkpoint):

@@ -15,7 +15,15 @@ from mrv1.kernels import reference
 from mrv1.kernels.layers.linear_registers import RegisterConfig
 from mrv1.kernels.layers.linear_tiles import TileConfig
 from mrv1.kernels.layers.linear_vector import VectorConfig
-from mrv1.kernels.layers.sum_order import CHAIN_IN, MOST_LEAVES, SumOrder
+from mrv1.kernels.layers.sum_order import (
+    CHAIN_IN,
+    MOST_LEAVES,
+    NUM_PROGRAMS,
+    SPLIT_ROWS,
+    SumOrder,
+    tree_sum,
+    undivided_leaves,
+)
 from tests.kernels.elementwise import (
     DTYPES,
     SENTINEL,
@@ -136,8 +144,27 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
             assert torch.equal(alone["normed_out"], arguments["normed_out"][rows])
 
 
+@pytest.mark.parametrize("gpu", [None, "sm_80", "sm_90"])
+@pytest.mark.parametrize("num_in", [1536, 1600, 3072])
+def test_leaves_of_chains_do_not_depend_on_the_other_tokens(device, num_in, gpu):
+    """Few rows of long inputs: in registers, and in tiles with all leaves or one."""
+    features = ("bias", "residual", "normed")
+    arguments = linear_arguments(129, num_in, 24, torch.bfloat16, device, features)
+    with _as_on(gpu):
+        many = kernels.linear(**arguments, deterministic=True)
+        assert_linear_in_budget(many, **arguments)
+        for num_tokens in (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128):
+            few = of_rows(arguments, slice(num_tokens))
+            got = kernels.linear(**few, deterministic=True)
+            assert torch.equal(got, many[:num_tokens])
+            assert torch.equal(few["normed_out"], arguments["normed_out"][:num_tokens])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_in", "leaves"), [(1000, None), (1088, None), (1088, MOST_LEAVES)])
+@pytest.mark.parametrize(
+    ("num_in", "leaves"),
+    [(1000, None), (1088, None), (1536, None), (3072, None), (1088, 4), (1088, MOST_LEAVES)],
+)
 def test_registers_and_tiles_have_the_same_bits(device, dtype, num_in, leaves):
     """In float32 too: 65 tokens are in tiles, fewer 16-bit ones in registers if they hold them."""
     arguments = linear_arguments(65, num_in, 20, dtype, device)
@@ -213,12 +240,13 @@ def test_the_leaves_of_ranks_add_up_to_the_bits_of_one(
 def test_the_rows_of_ranks_have_the_bits_of_one(
     device, num_tokens, size, num_ranks, dtype, gated, oracle, seed
 ):
-    """However many rows of weights a rank has. Uses a GPU's tiles on a GPU only."""
+    """However many rows a rank has, with leaves. Uses a GPU's tiles on a GPU only."""
     ops = reference if oracle else kernels
     device = torch.device("cpu") if oracle else device  # GPUs' libraries have other promises
     features = ("bias", "gated") if gated else ("bias",)
     arguments = linear_arguments(num_tokens, *size, dtype, device, features, seed)
-    want = ops.linear(**arguments, deterministic=True)
+    options = {"deterministic": True, "leaves": undivided_leaves(size[0])}
+    want = ops.linear(**arguments, **options)
     parts = []
     for rank in range(num_ranks):
         own = slice(rank * size[1] // num_ranks, (rank + 1) * size[1] // num_ranks)
@@ -226,7 +254,7 @@ def test_the_rows_of_ranks_have_the_bits_of_one(
             name: torch.cat([half[own] for half in arguments[name].chunk(1 + gated)])
             for name in ("weight", "bias")
         }
-        parts.append(ops.linear(**(arguments | rows), deterministic=True))
+        parts.append(ops.linear(**(arguments | rows), **options))
     assert torch.equal(torch.cat(parts, dim=1), want)
 
 
@@ -348,13 +376,13 @@ def test_small_terms_after_a_large_term_count(device, num_tokens, deterministic)
 @pytest.mark.parametrize("num_in", [16, 1000, 1024, 4096, 14336])
 @pytest.mark.parametrize("num_rows", [1, 1024, 6144, 151_936])
 def test_configurations(num_in, num_rows, leaves):
-    order = SumOrder.of(num_in, leaves)
+    order = SumOrder.of(num_in, num_rows, leaves)
     for num_tokens in (2, 16, 17, 64, 65, 1000):
         for dtype in (torch.float32, torch.bfloat16):
             config = TileConfig.in_order_for(
                 num_tokens, num_rows, order, dtype, is_gated=False, from_shared_memory=True
             )
-            assert order.leaves % config.splits == 0
+            assert config.splits in order.splits
             if order.is_chained and dtype != torch.float32:
                 assert config.tile_in == CHAIN_IN
     vector = VectorConfig.default_for(num_in, torch.bfloat16, norm_dtype=None)
@@ -379,10 +407,31 @@ def test_large_weights_are_cut_into_a_program_for_each_multiprocessor(num_in, nu
 @pytest.mark.parametrize("num_in", [1, 16, 100, 1000, 1024, 1025, 4096, 14336])
 def test_an_order_covers_all_inputs(num_in):
     for leaves in (None, 1, 2, 4, MOST_LEAVES):
-        order = SumOrder.of(num_in, leaves)
-        assert order.leaves in (1, 4) if leaves is None else order.leaves == leaves
-        assert order.leaves * order.leaf_in >= num_in
-        assert order.is_chained or order.chain_in == max(order.leaf_in, order.chain_in)
+        for num_rows in (1, 1024, 4096):
+            order = SumOrder.of(num_in, num_rows, leaves)
+            assert order.leaves * order.leaf_in >= num_in
+            assert order.is_chained or order.chain_in == max(order.leaf_in, order.chain_in)
+            if leaves is not None:
+                assert (order.leaves, order.chains) == (leaves, 1)
+            elif order.is_chained and order.leaves > 1:
+                assert order.leaves * -(-num_rows // SPLIT_ROWS) <= NUM_PROGRAMS
+                assert (order.leaves - 1) * order.leaf_in < num_in
+            else:
+                assert order.leaves in (1, 4)
+                assert SumOrder.of(num_in, num_rows, undivided_leaves(num_in)) == order
+
+
+@pytest.mark.parametrize("leaves", range(1, 9))
+def test_the_splits_of_leaves_are_subtrees(leaves):
+    """A split's program adds its leaves as a tree, and then a tree adds the splits."""
+    terms = [torch.tensor(2.0) ** (3 * index % 25) + 1 / 3 for index in range(leaves)]
+    order = SumOrder.of(leaves * 512, 32, None)
+    splits = order.splits if leaves > 2 else range(1, leaves + 1)
+    assert {1, leaves} <= {*splits}
+    for count in splits:
+        each = leaves // count
+        parts = [tree_sum(terms[first : first + each]) for first in range(0, leaves, each)]
+        assert torch.equal(tree_sum(parts), tree_sum(terms))
 
 
 LAYERS = {"qkv": (1024, 4096), "o": (2048, 1024), "gate_up": (1024, 6144), "down": (3072, 1024)}
@@ -412,13 +461,16 @@ def test_registers_hold_all_weights_of_a_small_model(name, num_tokens):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_deterministic_products_of_a_small_model_stay_in_registers(num_ranks):
-    """But for the longest: a warp has a leaf of at most 256 inputs."""
+    """But for the longest with leaves of ranks: a warp has one of at most 256 inputs."""
     for name, (num_in, num_rows) in LAYERS.items():
         divided = name in ("o", "down")
-        order = SumOrder.of(num_in, MOST_LEAVES if divided else None)
-        if divided:
-            order = SumOrder.of(num_in // num_ranks, MOST_LEAVES // num_ranks)
         shape = (num_in // num_ranks, num_rows) if divided else (num_in, num_rows // num_ranks)
+        order = SumOrder.of(*shape, None, is_gated=name == "gate_up")
+        config = RegisterConfig.in_order_for(16, *shape, order, is_gated=name == "gate_up")
+        assert config.chain_in == CHAIN_IN
+        assert not config.in_tree
+        assert config.splits == order.leaves
+        order = SumOrder.of(*shape, MOST_LEAVES // num_ranks if divided else None)
         config = RegisterConfig.in_order_for(16, *shape, order, is_gated=name == "gate_up")
         if name == "down" or (divided and num_ranks > 2):
             assert config is None
@@ -426,7 +478,7 @@ def test_deterministic_products_of_a_small_model_stay_in_registers(num_ranks):
         assert config.chain_in == (256 if divided else CHAIN_IN)
         assert config.splits == (2 if divided and num_ranks == 1 else 1)
         large = (4 * shape[0], 4 * shape[1])
-        order = SumOrder.of(large[0], order.leaves if divided else None)
+        order = SumOrder.of(*large, order.leaves if divided else None)
         assert RegisterConfig.in_order_for(16, *large, order, is_gated=False) is None
 
 
@@ -440,13 +492,15 @@ def test_odd_sizes_fit_the_registers_of_their_programs(name, num_in, num_rows):
         assert rows * -(-num_in // config.splits) <= 48 * 1024
         assert -(-num_rows // rows) * config.splits <= 132
         assert config.splits == 1 or name != "gate_up"
-    order = SumOrder.of(num_in, MOST_LEAVES if name in ("o", "down") else None)
-    config = RegisterConfig.in_order_for(2, num_in, num_rows, order, is_gated=name == "gate_up")
-    if config is not None:
-        rows = config.tile_rows * config.row_tiles
-        assert rows * config.num_warps * config.chain_in <= 48 * 1024
-        assert num_in <= config.splits * config.num_warps * config.chain_in
-        assert -(-num_rows // rows) <= 128
+    is_gated = name == "gate_up"
+    for leaves in (MOST_LEAVES if name in ("o", "down") else None, None):
+        order = SumOrder.of(num_in, num_rows, leaves, is_gated=is_gated)
+        config = RegisterConfig.in_order_for(2, num_in, num_rows, order, is_gated=is_gated)
+        if config is not None:
+            rows = config.tile_rows * config.row_tiles
+            assert rows * config.num_warps * config.chain_in <= 48 * 1024
+            assert num_in <= config.splits * config.num_warps * config.chain_in
+            assert -(-num_rows // rows) <= 128
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])

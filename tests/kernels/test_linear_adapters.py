@@ -95,6 +95,18 @@ def test_deterministic_bits_do_not_depend_on_the_other_tokens(
         assert torch.equal(kernels.linear(**alone, deterministic=True), many[rows])
 
 
+@pytest.mark.parametrize("num_tokens", [2, 40])
+def test_deterministic_adapters_keep_no_splits(device, num_tokens, monkeypatch):
+    """Their number follows from the number of tokens: adapters would be added to the first."""
+    monkeypatch.setattr(module, "INTERPRET", False)  # splits, as on a GPU
+    arguments = arguments_of("plain", num_tokens, 1100, torch.bfloat16, device)
+    out = torch.empty(num_tokens, 64, device=device)
+    want = kernels.linear(**arguments, out=out, deterministic=True).clone()
+    got = kernels.linear(**arguments, out=out, deterministic=True, keep_splits=True)
+    assert got is out
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("kernel", ["tiles", "registers, split", "codes", "library"])
 def test_every_kernel_adds_the_same_values(device, kernel, monkeypatch):
     """A weight of zeros: results are the adapters' values, which all kernels must have alike."""

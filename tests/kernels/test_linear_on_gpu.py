@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mrv1 import kernels
+from mrv1.kernels.layers.sum_order import undivided_leaves
 from tests.kernels.linear_layers import (
     EPS,
     FEATURES,
@@ -82,7 +83,8 @@ def test_leaves_of_ranks_add_up_at_model_sizes(device, num_in, num_rows):
 def test_rows_of_ranks_have_the_bits_of_one_at_model_sizes(device, size, gated):
     features = ("bias", "gated") if gated else ("bias",)
     arguments = linear_arguments(257, *size, torch.bfloat16, device, features)
-    want = kernels.linear(**arguments, deterministic=True)
+    options = {"deterministic": True, "leaves": undivided_leaves(size[0])}
+    want = kernels.linear(**arguments, **options)
     for num_tokens in (1, 16, 33, 64, 65, 257):
         few = of_rows(arguments, slice(num_tokens))
         for num_ranks in (2, 4, 8):
@@ -94,7 +96,7 @@ def test_rows_of_ranks_have_the_bits_of_one_at_model_sizes(device, size, gated):
                     )
                     for name in ("weight", "bias")
                 }
-                got = kernels.linear(**(few | rows), deterministic=True)
+                got = kernels.linear(**(few | rows), **options)
                 assert torch.equal(got, want[:num_tokens, rank * own :][:, :own])
 
 

@@ -1,6 +1,6 @@
 """One of several processes with a rank's part of a model: ``python -m tests.models.bits_on_gpus``.
 
-Arguments: rank, number of ranks, port of rank 0's store. Exit code 0 if deterministic logits of
+Arguments: rank, number of ranks, port of rank 0's store. Exit code 0 if rank-invariant logits of
 the ranks are the bits of the whole model on one GPU. A configuration is checked by one rank.
 """
 
@@ -70,7 +70,7 @@ def logits_of(
     """Return the logits of all prompts, in batches of chunks; later batches are smaller."""
     model = load_model(
         path, device=device, dtype=torch.bfloat16, ops=select_ops("triton"), progress=False,
-        parallel=parallel, deterministic=True, load_format="dummy",
+        parallel=parallel, deterministic=True, rank_invariant=True, load_format="dummy",
     )  # fmt: skip
     driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed(PROMPTS, 16))
     return driver.logits(PROMPTS, chunk)

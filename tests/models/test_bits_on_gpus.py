@@ -1,4 +1,4 @@
-"""Deterministic logits of several GPUs, one process each, are the bits of one."""
+"""Rank-invariant logits of several GPUs, one process each, are the bits of one."""
 
 from __future__ import annotations
 

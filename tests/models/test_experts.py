@@ -149,7 +149,7 @@ def test_deterministic_bits_of_many_tokens_are_those_of_few(tmp_path, monkeypatc
         monkeypatch.setattr(expert_layer, "LEAF_BYTES", least)
         model = load_model(
             tmp_path, device="cpu", dtype=torch.float32, ops=select_ops("reference"),
-            progress=False, deterministic=True,
+            progress=False, deterministic=True, rank_invariant=True,
         )  # fmt: skip
         driver = PagedDriver(model, block_size=16, num_blocks=blocks_needed([PROMPT], 16))
         found.append(driver.logits([PROMPT], None)[0])
@@ -234,7 +234,7 @@ def test_ranks_divide_each_expert():
     with pytest.raises(ConfigError, match="expected a divisor of 50 rows of each expert, got 4"):
         context.shard(config)
     with pytest.raises(ConfigError, match="expected a multiple of 8 as the width of an expert"):
-        replace(context, size=2).shard(config, deterministic=True)
+        replace(context, size=2).shard(config, deterministic=True, rank_invariant=True)
     part = replace(context, size=2).shard(config).experts
     assert part is not None
     assert part.intermediate_size == 25

@@ -109,6 +109,21 @@ def test_deterministic_bits_do_not_follow_the_other_requests(llama):
         assert torch.equal(alone, crowded[row])
 
 
+def test_deterministic_bits_of_ranks_do_not_follow_the_other_requests(llama):
+    def of_parallel(parallel: ParallelContext) -> None:
+        model, whole = load(llama, parallel, deterministic=True), load(llama)
+        own = {
+            slot: of_rank(random_adapter(whole.config, slot), whole.config, model.config, parallel)
+            for slot in (0, 2)
+        }
+        with_adapters(model, own)
+        crowded = logits(model, 24, SLOTS)
+        for row, slot in enumerate(SLOTS):
+            assert torch.equal(logits(model, 24, [slot], [PROMPTS[row]])[0], crowded[row])
+
+    on_ranks(2, of_parallel)
+
+
 def test_a_slot_takes_another_adapter_or_none(llama):
     model = load(llama)
     first, second = (random_adapter(model.config, seed) for seed in (3, 5))
@@ -167,9 +182,9 @@ def test_the_host_goes_on_while_a_pinned_adapter_is_loaded(llama):
     assert matrices.ranks[1].tolist() == [2, 0, 0]
 
 
-def test_deterministic_ranks_are_refused(llama):
+def test_rank_invariant_ranks_are_refused(llama):
     def enable(parallel: ParallelContext) -> None:
         with pytest.raises(ConfigError, match="enable_lora: expected a single rank"):
-            load(llama, parallel, deterministic=True).enable_lora(1, 4)
+            load(llama, parallel, deterministic=True, rank_invariant=True).enable_lora(1, 4)
 
     on_ranks(2, enable)

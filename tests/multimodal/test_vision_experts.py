@@ -310,7 +310,7 @@ def test_ranks_divide_experts_of_both_kinds():
         tiny_vision_config("ernie4_5_vl_moe", moe_intermediate_size=[48, 12])
     )
     with pytest.raises(ConfigError, match=r"expected a multiple of 8 as the width .*, got 12"):
-        context.shard(config, deterministic=True)
+        context.shard(config, deterministic=True, rank_invariant=True)
     config = replace(config, experts=replace(config.experts, visual_size=15))
     with pytest.raises(ConfigError, match="expected a divisor of 15 rows of each expert, got 2"):
         context.shard(config)

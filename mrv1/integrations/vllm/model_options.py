@@ -1,4 +1,4 @@
-"""The registration of vLLM's models with mrv1's options, which imports none of them."""
+"""Keys of mrv1's options in vLLM, and the registration of models that have some, without them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ HEAD_POLICY = "head_policy"
 
 SAMPLER = "sampler"
 """The key that chooses who draws: "vllm", which is the default, or "mrv1"."""
+
+RANK_INVARIANT = "rank_invariant"
+"""The key that asks the worker for ``rank_invariant``, with ``VLLM_BATCH_INVARIANT``."""
 
 MODULE = "mrv1.integrations.vllm.models"
 

@@ -9,6 +9,7 @@ from mrv1.config import BLOCK_SIZES, EngineConfig, KVCacheDtypeName
 from mrv1.errors import ConfigError
 from mrv1.from_vllm import QUANTIZATIONS
 from mrv1.integrations.vllm.attention_pages import CODES
+from mrv1.integrations.vllm.model_options import RANK_INVARIANT
 from mrv1.integrations.vllm.sampling import BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def engine_config(vllm_config: VllmConfig, device: torch.device) -> EngineConfig
         overlap=bool(scheduler.async_scheduling),
         cuda_graphs=not model.enforce_eager,
         deterministic=bool(envs.VLLM_BATCH_INVARIANT),
+        rank_invariant=vllm_config.additional_config.get(RANK_INVARIANT, False),
         max_bad_words_num=MAX_BAD_WORDS,
         bad_words_max_len=BAD_WORD_TOKENS,
         max_logit_bias=MAX_LOGIT_BIAS,

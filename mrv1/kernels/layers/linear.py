@@ -20,10 +20,10 @@ hold the weights, the vendor's library most other calls with more than MOST_TOKE
 and activation in kernels of their own), and ``linear_tiles`` the rest. Where several programs
 share the inputs of a result (splits), ``linear_splits`` adds up their sums and norms the result.
 
-A deterministic call has one order of additions, a ``SumOrder``, for any number of tokens and of
-rows of weights. Up to 64 tokens ``linear_registers`` computes it if registers hold the weights,
-else ``linear_tiles``. The two use different instructions of the tensor cores (mma.sync and wgmma),
-which a GPU must round alike.
+A deterministic call has one order of additions, a ``SumOrder``, for any number of tokens. Up to 64
+tokens ``linear_registers`` computes it if registers hold the weights, else ``linear_tiles``. The
+two use different instructions of the tensor cores (mma.sync and wgmma), which a GPU must round
+alike.
 """
 
 from __future__ import annotations
@@ -123,16 +123,19 @@ def linear(
             each row of ``out``. Overlaps with nothing else.
         prefetch: contiguous, x's device: weights that a later call reads, prefetched into the
             GPU's L2 cache where that is known to be worth it; not otherwise used.
-        deterministic: whether a result's bits depend on its row of x and of weight alone: one
-            order of additions for any number of tokens and of rows.
+        deterministic: whether a result's bits do not depend on the number of tokens and on other
+            rows of x: one order of additions.
         leaves: only if deterministic: 1, 2, 4 or 8, the parts of equal length (the last may be
             shorter) into which the inputs are cut. Each is one sum; the sums are added in a tree,
             neighbours first. Those of N ranks with 8 / N leaves each, added so, are the bits of
-            one rank with 8. None = a number that follows from the number of inputs.
+            one rank with 8; and the rows of weight that ranks divide have the bits of all.
+            None = an order that follows from the weight's shape, and up to 1,024 inputs from
+            their number alone.
         keep_splits: whether the caller adds up the sums of splits, as ``all_reduce_norm`` does: a
             product that splits its inputs then returns float32 ``[splits, tokens, out]``, and
             leaves ``out`` unwritten. Not with what changes or follows the product; splits of
-            leaves are added as leaves are.
+            leaves are added as leaves are. Where a deterministic call has adapters, no splits are
+            kept: what adapters add comes after their sum.
         adapters: low-rank adapters of the weight, and which of them each token uses: their
             ``scaling * B @ A @ rms_norm(x)`` is added to the product, before ``bias``. With an
             activation they have one part, or one for gates and one for ups.
@@ -165,6 +168,7 @@ def linear(
     added = (bias, norm_weight, residual, activation, normed_out)
     if keep_splits and any(each is not None for each in added):
         raise ValueError("keep_splits: expected False with arguments that change the product")
+    keep_splits = keep_splits and not (deterministic and adapters is not None)
     is_new = out is None
     if out is None:
         out = x.new_empty((x.shape[0], num_out))
@@ -180,6 +184,9 @@ def linear(
         shrunk = shrink_adapters(x, adapters, keep_splits=True)
     if quantized is not None and quantized.order is not None:
         x = x.index_select(1, quantized.order)
+    order = None
+    if deterministic:
+        order = SumOrder.of(x.shape[1], weight.shape[0], leaves, is_gated=activation is not None)
     call = LinearCall(
         x=x,
         weight=weight.codes if isinstance(weight, QuantizedWeight) else weight,
@@ -192,7 +199,7 @@ def linear(
         out_norm_weight=out_norm_weight,
         normed_out=normed_out,
         prefetch=prefetch,
-        order=SumOrder.of(x.shape[1], leaves) if deterministic else None,
+        order=order,
         keeps_splits=keep_splits,
         adapters=adapters,
         shrunk=shrunk,

@@ -44,8 +44,8 @@ TILE_TOKENS = gl.constexpr(128)
 TILE_ROWS = gl.constexpr(128)
 STEP_IN = gl.constexpr(64)
 """Inputs of a step: 128 bytes, the widest swizzle of a copy."""
-MOST_PARTS = 4
-"""Most leaves of a program: two sums in registers, and one parked in shared memory."""
+PROGRAM_LEAVES = 4
+"""Most leaves of a program: two or three sums in registers, and one parked in shared memory."""
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
 _silu = gluon.jit(silu.fn)
@@ -132,15 +132,26 @@ class Steps:
         return y
 
     @gluon.jit
-    def tree(self, GROUP: gl.constexpr, first, PARTS: gl.constexpr, COUNT: gl.constexpr):
-        """Return the sum of 1, 2 or 4 chains, neighbours first."""
+    def leaf(self, GROUP: gl.constexpr, first, CHAINS: gl.constexpr, COUNT: gl.constexpr):
+        """Return the sum of a leaf's chains, from the first to the last."""
         y = self.chain(GROUP, first, COUNT)
-        if PARTS > 1:
-            y += self.chain(GROUP, first + COUNT, COUNT)
-        if PARTS > 2:
+        for index in range(1, CHAINS):
+            y += self.chain(GROUP, first + index * COUNT, COUNT)
+        return y
+
+    @gluon.jit
+    def tree(
+        self, GROUP: gl.constexpr, first, LEAVES: gl.constexpr, CHAINS: gl.constexpr,
+        COUNT: gl.constexpr,
+    ):  # fmt: skip
+        """Return the sum of up to 4 leaves, neighbours first."""
+        y = self.leaf(GROUP, first, CHAINS, COUNT)
+        if LEAVES > 1:
+            y += self.leaf(GROUP, first + CHAINS * COUNT, CHAINS, COUNT)
+        if LEAVES > 2:
             memory = self.parked.index(GROUP)
             memory.store(y)
-            y = self.tree(GROUP, first + 2 * COUNT, PARTS - 2, COUNT)
+            y = self.tree(GROUP, first + 2 * CHAINS * COUNT, LEAVES - 2, CHAINS, COUNT)
             y = memory.load(y.type.layout) + y
         return y
 
@@ -208,8 +219,8 @@ def _produce(x_desc, weight_desc, steps, tiles, COUNT: gl.constexpr, OVERLAP: gl
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, results, steps, tiles, PARTS: gl.constexpr, COUNT: gl.constexpr,
-    IN_TREE: gl.constexpr, OVERLAP: gl.constexpr,
+    GROUP: gl.constexpr, results, steps, tiles, LEAVES: gl.constexpr, CHAINS: gl.constexpr,
+    COUNT: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply 64 tokens of each tile, and store the results."""
     if OVERLAP:
@@ -217,13 +228,8 @@ def _consume(
         let_next_start()
     at = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
-        if IN_TREE:
-            y = steps.tree(GROUP, at, PARTS, COUNT)
-        else:
-            y = steps.chain(GROUP, at, COUNT)
-            for part in range(1, PARTS):
-                y += steps.chain(GROUP, at + part * COUNT, COUNT)
-        at += PARTS * COUNT
+        y = steps.tree(GROUP, at, LEAVES, CHAINS, COUNT)
+        at += LEAVES * CHAINS * COUNT
         results.store(
             y, tiles.first_token(tile) + GROUP * 64, tiles.split(tile), tiles.first_out(tile),
             tiles.num_out, tiles.OUT,
@@ -242,14 +248,14 @@ def _linear_groups_kernel(
     num_tiles,  # of all splits
     num_token_tiles,
     SPLITS: gl.constexpr,
-    PARTS: gl.constexpr,  # of a split: chains
-    PART_STEPS: gl.constexpr,
-    IN_TREE: gl.constexpr,  # whether chains are added as a tree, or from the first to the last
+    LEAVES: gl.constexpr,  # of a split
+    CHAINS: gl.constexpr,  # of a leaf
+    CHAIN_STEPS: gl.constexpr,
     OVERLAP: gl.constexpr,  # see dependent_launch
 ):  # fmt: skip
     """Grid: any number of programs; one a multiprocessor runs at a time."""
     dtype: gl.constexpr = x_desc.dtype
-    PARKS: gl.constexpr = IN_TREE and PARTS > 2
+    PARKS: gl.constexpr = LEAVES > 2
     STAGES: gl.constexpr = 4 if PARKS else 5
     tokens = gl.allocate_shared_memory(dtype, [STAGES, TILE_TOKENS, STEP_IN], x_desc.layout)
     weights = gl.allocate_shared_memory(dtype, [STAGES, TILE_ROWS, STEP_IN], weight_desc.layout)
@@ -270,27 +276,27 @@ def _linear_groups_kernel(
         num_tokens,
     )  # fmt: skip
     gl.warp_specialize([
-        (_consume, (0, results, steps, tiles, PARTS, PART_STEPS, IN_TREE, OVERLAP)),
-        (_consume, (1, results, steps, tiles, PARTS, PART_STEPS, IN_TREE, OVERLAP)),
-        (_produce, (x_desc, weight_desc, steps, tiles, PARTS * PART_STEPS, OVERLAP)),
+        (_consume, (0, results, steps, tiles, LEAVES, CHAINS, CHAIN_STEPS, OVERLAP)),
+        (_consume, (1, results, steps, tiles, LEAVES, CHAINS, CHAIN_STEPS, OVERLAP)),
+        (_produce, (x_desc, weight_desc, steps, tiles, LEAVES * CHAINS * CHAIN_STEPS, OVERLAP)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def can_copy(call: LinearCall) -> bool:
     """Say whether steps of a deterministic call can be copied: whole, and from aligned rows."""
     order = call.order
-    if order is None or order.chain_in % STEP_IN.value or call.num_in % order.chain_in:
+    if order is None or order.chain_in % STEP_IN.value or order.leaf_in % order.chain_in:
         return False
     starts = call.x.data_ptr() | call.weight.data_ptr() | call.x.stride(0) * call.x.element_size()
     return order.leaves * order.leaf_in == call.num_in and starts % 16 == 0
 
 
-def choose_splits(leaves: int, num_tiles: int, num_programs: int) -> int:
+def choose_splits(order: SumOrder, num_tiles: int, num_programs: int) -> int:
     """Return the splits that take ``num_programs`` programs the shortest time for all tiles.
 
     A split costs the time for its sums, as much as about a 24th of a tile (H200, 4,096 inputs).
     """
-    allowed = [splits for splits in (1, 2, 4, 8) if leaves // MOST_PARTS <= splits <= leaves]
+    allowed = [splits for splits in order.splits if order.leaves // splits <= PROGRAM_LEAVES]
     rounds = {splits: cdiv(num_tiles * splits, num_programs) / splits for splits in allowed}
     return min(allowed, key=lambda splits: rounds[splits] + splits * num_tiles / num_programs / 24)
 
@@ -309,18 +315,18 @@ def describe(
 
 def multiply_by_groups(call: LinearCall) -> torch.Tensor | None:
     """Compute ``call.out``, or return the sums of its splits, as ``add_splits`` takes them."""
-    order = call.order or SumOrder.of(call.num_in, None)
+    order = call.order or SumOrder.of(call.num_in, call.weight.shape[0], None)
     num_programs = device_info(call.x.device).num_sms
     token_tiles = cdiv(call.num_tokens, TILE_TOKENS.value)
     num_tiles = token_tiles * cdiv(call.weight.shape[0], TILE_ROWS.value)
-    splits = 1 if call.is_gated else choose_splits(order.leaves, num_tiles, num_programs)
+    splits = 1 if call.is_gated else choose_splits(order, num_tiles, num_programs)
     sums = empty_sums(call, splits)
-    parts = call.num_in // order.chain_in // splits
     _linear_groups_kernel[(min(num_tiles * splits, num_programs),)](
         *with_strides(call.out, 1), sums, *with_strides(call.residual, 1), call.bias,
         *describe(call.x, call.weight, is_gated=call.is_gated),
         call.num_tokens, call.num_out, num_tiles * splits, token_tiles,
-        SPLITS=splits, PARTS=parts, PART_STEPS=order.chain_in // STEP_IN.value,
-        IN_TREE=order.leaves > 1, num_warps=4, **overlap_options(call.x.device, worthwhile=False),
+        SPLITS=splits, LEAVES=order.leaves // splits, CHAINS=order.chains,
+        CHAIN_STEPS=order.chain_in // STEP_IN.value, num_warps=4,
+        **overlap_options(call.x.device, worthwhile=False),
     )  # fmt: skip
     return sums

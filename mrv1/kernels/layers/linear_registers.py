@@ -31,10 +31,8 @@ from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
 from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.silu import gated
-from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
+from mrv1.kernels.layers.sum_order import CHAIN_IN, NUM_PROGRAMS, SPLIT_ROWS, SumOrder
 
-NUM_PROGRAMS = 128
-"""Programs that run on a GPU at once, one per multiprocessor."""
 MOST_WEIGHTS = 48 * 1024
 """Most 16-bit weights of a program: 3/8 of a multiprocessor's registers, as for the tokens."""
 
@@ -118,14 +116,16 @@ class RegisterConfig:
     ) -> RegisterConfig | None:
         """Return the configuration of a deterministic call of up to 64 tokens; None = none fits.
 
-        A warp has a chain of at most 256 inputs. The next kernel starts at once after splits of up
-        to 16 tokens (H200, Qwen3-0.6B, one token: 0.5 us a layer faster), else as for products in
+        A warp has a chain of at most 256 inputs, and a program one leaf of several chains, or
+        leaves of one. The next kernel starts at once after splits of up to 16 tokens (H200,
+        Qwen3-0.6B, one token: 0.5 us a layer faster) and after long ones, else as for products in
         any order.
         """
         is_long, is_small = order.chain_in > CHAIN_IN, num_tokens <= 16
-        chains = order.leaves if order.leaves > 1 else triton.cdiv(num_in, order.chain_in)
+        chains = order.chains if order.is_chained else order.leaves
         num_warps = 4 if is_long or chains <= 4 else 8
-        splits = triton.cdiv(chains, num_warps)
+        splits = order.leaves if order.is_chained else triton.cdiv(chains, num_warps)
+        has_leaf = order.is_chained and splits > 1
         row_tiles = triton.cdiv(num_rows, 16 * NUM_PROGRAMS)
         most_weights = MOST_WEIGHTS // (2 if num_warps == 4 else 1)
         if num_tokens > 64 or order.chain_in > 256 or (is_gated and splits > 1):
@@ -134,17 +134,18 @@ class RegisterConfig:
             return None
         if 16 * row_tiles * num_warps * order.chain_in > most_weights:
             return None
-        is_wide = row_tiles == 2 and not is_gated and not is_long
+        is_wide = has_leaf or (row_tiles == 2 and not is_gated and not is_long)
+        at_once = splits > 1 and (is_small or (has_leaf and num_warps == 8))
         return cls(
             tile_tokens=16 if is_small or is_long else 32,
-            tile_rows=32 if is_wide else 16,
+            tile_rows=SPLIT_ROWS if is_wide else 16,
             row_tiles=1 if is_wide else row_tiles,
             splits=splits,
             num_warps=num_warps,
             token_tiles=2 if num_tokens > (16 if is_long else 32) else 1,
-            next_start=0 if splits > 1 and is_small else 1 if splits > 1 or is_gated else 2,
+            next_start=0 if at_once else 1 if splits > 1 or is_gated else 2,
             chain_in=order.chain_in,
-            in_tree=order.leaves > 1,
+            in_tree=order.leaves > 1 and not has_leaf,
         )
 
     @classmethod

@@ -171,8 +171,8 @@ class TileConfig:
         is_large = num_tokens > 64
         tile_tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
         programs = row_tiles // 2 * triton.cdiv(num_tokens, 64) if is_large else row_tiles
-        wanted = 1 if is_gated else min(order.leaves, max(1, 256 // max(programs, 1)))
-        splits = 1 << (wanted.bit_length() - 1)
+        wanted = 1 if is_gated else max(1, 256 // max(programs, 1))
+        splits = max(each for each in order.splits if each <= wanted)
         common: dict[str, Any] = {
             "tile_rows": 64,
             "splits": splits,
@@ -306,7 +306,7 @@ def _sum_parts(
     EARLY_STEPS: tl.constexpr, TILE_IN: tl.constexpr, NUM_STAGES: tl.constexpr,
     CHAIN_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Return [rows, tokens], the sum of PARTS parts, a power of two: of the halves, summed alike.
+    """Return [rows, tokens], the sum of PARTS parts: of two halves, the first a power of two.
 
     The first EARLY_STEPS steps are loaded already.
     """
@@ -315,13 +315,13 @@ def _sum_parts(
             rows, tokens, early, first, PART_IN, END, EARLY_STEPS, TILE_IN, NUM_STAGES, CHAIN_STEPS
         )
     else:
-        HALF: tl.constexpr = PARTS // 2
+        HALF: tl.constexpr = triton.next_power_of_2(PARTS) // 2
         y = _sum_parts(
             rows, tokens, early, first, HALF, PART_IN, END, EARLY_STEPS, TILE_IN, NUM_STAGES,
             CHAIN_STEPS,
         )  # fmt: skip
         y += _sum_parts(
-            rows, tokens, early, first + HALF * PART_IN, HALF, PART_IN, END, 0, TILE_IN,
+            rows, tokens, early, first + HALF * PART_IN, PARTS - HALF, PART_IN, END, 0, TILE_IN,
             NUM_STAGES, CHAIN_STEPS,
         )  # fmt: skip
     return y

@@ -21,7 +21,7 @@ from mrv1.kernels.layers.contracts import (
 )
 from mrv1.kernels.layers.lora import Adapters
 from mrv1.kernels.layers.quantized import QuantizedWeight
-from mrv1.kernels.layers.sum_order import SumOrder, check_leaves
+from mrv1.kernels.layers.sum_order import SumOrder, check_leaves, tree_sum
 
 
 @counted
@@ -144,7 +144,8 @@ def linear(
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, eps)
     if deterministic:
-        y = _sum_in_order(wide(x), wide(weight), SumOrder.of(x.shape[1], leaves))
+        order = SumOrder.of(x.shape[1], len(weight), leaves, is_gated=activation is not None)
+        y = _sum_in_order(wide(x), wide(weight), order)
     else:
         y = wide(x) @ wide(weight).T
     if adapters is not None:
@@ -213,9 +214,7 @@ def _sum_in_order(x: torch.Tensor, weight: torch.Tensor, order: SumOrder) -> tor
         of_leaf = weight[:, index * order.leaf_in :][:, : order.leaf_in]
         for token, row in enumerate(leaf):
             sums[index, token] = (of_leaf * row).sum(-1)
-    while len(sums) > 1:
-        sums = sums[0::2] + sums[1::2]
-    return sums[0]
+    return tree_sum(sums.unbind())
 
 
 @counted

@@ -63,7 +63,9 @@ class ParallelRunner(ModelRunner):
         devices = rank_devices(config.device, size)
         config, model_config = read_config(config, devices[0], progress=progress)
         stand_in_rank(0, size, devices[0], has_peers=False).shard(
-            model_config, deterministic=config.deterministic
+            model_config,
+            deterministic=config.deterministic,
+            rank_invariant=config.rank_invariant,
         )
         self._ranks = Ranks(
             config, model_config, head_policy, devices, has_processors=bool(logits_processors)

@@ -157,16 +157,19 @@ def test_weights_sleep_and_are_loaded_again_on_every_rank(engine, llm):
     assert engine.tokens("awake") == own_tokens(llm, [7, 8, 9], max_tokens=6)
 
 
-def test_batch_invariant_ranks_are_deterministic(monkeypatch):
+def test_batch_and_rank_invariant_ranks_are_deterministic(monkeypatch):
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    engine = Engine(new_config(ranks=2))
+    config = new_config(ranks=2)
+    config.additional_config = {"rank_invariant": True}
+    engine = Engine(config)
     assert engine.on_ranks(lambda worker: worker._runner.model.deterministic) == [True, True]
+    assert engine.on_ranks(lambda worker: worker._runner.model.rank_invariant) == [True, True]
     prompts = {f"r{length}": [*range(5, 5 + length)] for length in (1, 60)}
     for name, prompt in prompts.items():
         engine.add(name, prompt, max_tokens=12)
     engine.finish()
     engine.close()
-    with new_llm(deterministic=True) as llm:
+    with new_llm(deterministic=True, rank_invariant=True) as llm:
         for name, prompt in prompts.items():
             assert engine.tokens(name) == own_tokens(llm, prompt, max_tokens=12)
 

@@ -212,7 +212,11 @@ def test_options_of_vllm_reach_the_runner(engine, monkeypatch):
     assert config.deterministic is False
     # vLLM has read its environment by now.
     monkeypatch.setattr(vllm.envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert engine_config(engine.engine.vllm_config, torch.device("cpu")).deterministic is True
+    vllm_config = engine.engine.vllm_config
+    own = engine_config(vllm_config, torch.device("cpu"))
+    assert (own.deterministic, own.rank_invariant) == (True, False)
+    monkeypatch.setattr(vllm_config, "additional_config", {"rank_invariant": True})
+    assert engine_config(vllm_config, torch.device("cpu")).rank_invariant is True
 
 
 @pytest.mark.parametrize(
