@@ -6,11 +6,12 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
 from mrv1.kernels._base.peers import PeerError
-from mrv1.runner.ranks import watch
+from mrv1.runner.ranks import processes, watch
 from mrv1.runner.ranks.watch import Watch
 
 
@@ -58,6 +59,23 @@ def test_ranks_that_are_stopped_have_not_failed():
     watching.stop()
     ranks.has_ended = True
     watching._thread.join(10)
+    assert ranks.error is None
+
+
+def test_a_program_that_ends_stops_the_watch_before_the_ranks():
+    """Its thread would abort the links, in calls of torch that return as the interpreter ends."""
+    ranks, ends = Ranks(), []
+    watching = Watch(ranks)
+    watching.looks_always = True
+
+    def close() -> None:
+        ends.append(watching._stopped.is_set())
+        ranks.has_ended = True
+
+    member = SimpleNamespace(connection=SimpleNamespace(close=close), stop=ends.append)
+    processes._stop(watching, [member], 0.0)
+    watching._thread.join(10)
+    assert ends == [True, 0.0]
     assert ranks.error is None
 
 

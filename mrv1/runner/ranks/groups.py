@@ -5,6 +5,7 @@ Gloo's and NCCL's have the same methods; each raises PeerError if another rank h
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import socket
 import threading
@@ -175,6 +176,8 @@ class Nccl:
             # NCCL tells its kernels at once, and then waits until the last graph with one is gone.
             self._aborting = threading.Thread(target=self._nccl.abort, daemon=True)
             self._aborting.start()
+            # A call of torch that returned while the interpreter ends would end in std::terminate.
+            atexit.register(self._aborting.join, ABORT_SECONDS)
 
     def close(self) -> None:
         """Close the connections; no CUDA graph that captured a collective may be left."""

@@ -161,8 +161,13 @@ def _exit_of(code: int) -> str:
     return f"its process ended with exit code {code} (see stderr)"
 
 
-def _stop(members: Sequence[Member], seconds: float) -> None:
-    """Stop all ranks; none has to wait until the one before it has ended."""
+def _stop(watch: Watch | None, members: Sequence[Member], seconds: float) -> None:
+    """Stop all ranks; none has to wait until the one before it has ended.
+
+    The watch, if any, ends first: it would take the ranks' ends for failures.
+    """
+    if watch is not None:
+        watch.stop()
     for member in members:
         member.connection.close()
     for member in members:
@@ -211,7 +216,7 @@ class Ranks:
         self._lock = threading.Lock()
         self._watch = Watch(self) if needs_watch(devices[0]) else None
         self._members: list[Member] = []
-        self._finalizer = weakref.finalize(self, _stop, self._members, 0.0)
+        self._finalizer = weakref.finalize(self, _stop, self._watch, self._members, 0.0)
         tell_of_forks(self)
         num_threads = max(torch.get_num_threads() // size, 1)
         for rank in range(1, size):
@@ -360,10 +365,8 @@ class Ranks:
 
     def stop(self, seconds: float = STOP_SECONDS) -> None:
         """End all ranks and wait, ``seconds`` before each is killed; harmless when repeated."""
-        if self._watch is not None:
-            self._watch.stop()
         if self._finalizer.detach() is not None:
-            _stop(self._members, seconds)
+            _stop(self._watch, self._members, seconds)
 
     def close(self) -> None:
         """Stop, and close the links, once no CUDA graph of this rank is left."""
