@@ -92,6 +92,13 @@ class RankControl:
             self._shared.close()
         self._shared = shared
 
+    @property
+    def _given(self) -> SharedMemory:
+        """The memory of ``attach``."""
+        if self._shared is None:
+            raise RuntimeError("attach: expected shared memory, got none")
+        return self._shared
+
     # --- what a rank may refuse -----------------------------------------------------------
     def copy_weights(self, level: int) -> None:
         """Get ready to ``sleep``."""
@@ -148,16 +155,12 @@ class RankControl:
         self, runs: Sequence[range], shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         """Write features that rank 0 shares to runs of rows of the feature buffer."""
-        if self._shared is None:
-            raise RuntimeError("write_features: expected shared memory, got none")
-        self._runner.features.write(runs, self._shared.bytes.view(dtype).view(shape))
+        self._runner.features.write(runs, self._given.bytes.view(dtype).view(shape))
         self.attach(None)
 
     def write_adapter(self, slot: int, parts: Collection[SharedPart], name: str) -> None:
         """Write this rank's part of an adapter that rank 0 shares."""
-        if self._shared is None:
-            raise RuntimeError("write_adapter: expected shared memory, got none")
-        shared = self._shared
+        shared = self._given
         adapter = StoredAdapter(name=name, parts={each.name: each.of(shared) for each in parts})
         ModelRunner.load_adapter(self._runner, slot, adapter)  # of this rank alone
         self.attach(None)  # its memory is not pinned: the copy has read it
@@ -177,11 +180,9 @@ class RankControl:
 
     def write_weights(self, pieces: Collection[Piece]) -> None:
         """Write this rank's part of pieces of new weights."""
-        if self._shared is None:
-            raise RuntimeError("write_weights: expected shared memory, got none")
         with self._runner.between_steps():
             for piece in pieces:
-                values = piece.of(self._shared)
+                values = piece.of(self._given)
                 self._runner.memory.write(piece.name, piece.first_row, values)
 
     def end_update(self, names: Collection[str]) -> None:
@@ -268,22 +269,16 @@ class Controls:
 
         It is copied to shared memory once, whatever the number of ranks.
         """
-        sizes = (_aligned(t.nbytes) for part in adapter.parts.values() for t in (part.a, part.b))
-        shared = SharedMemory.new(sum(sizes))
-        parts, end = [], 0
-        for name, part in adapter.parts.items():
-            pieces = []
-            for values in (part.a, part.b):
-                piece = Piece(name, 0, tuple(values.shape), values.dtype, end)
-                piece.of(shared).copy_(values)
-                pieces.append(piece)
-                end += _aligned(values.nbytes)
-            a, b = pieces
-            parts.append(SharedPart(name, a, b, part.scaling))
+        parts = adapter.parts.items()
+        halves = {f"{name}.{half}": getattr(part, half) for name, part in parts for half in "ab"}
+        shared = SharedMemory.new(sum(_aligned(each.nbytes) for each in halves.values()))
+        (pieces,) = pieces_of(halves, shared)  # all fit
+        pairs = zip(parts, pieces[0::2], pieces[1::2], strict=True)
+        given = [SharedPart(name, a, b, part.scaling) for (name, part), a, b in pairs]
         with self._ending("load_adapter"):
             self._ranks.share(shared.fd)
             self._own.attach(shared)
-            self.ask("write_adapter", slot, parts, adapter.name)
+            self.ask("write_adapter", slot, given, adapter.name)
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Have each rank make and set a listener; see ``ModelRunner.set_kv_listener``."""
