@@ -273,6 +273,11 @@ def _linear(ops: ModuleType, device: torch.device) -> Outputs:
                 normed_out=normed, prefetch=weight, deterministic=deterministic,
             )  # fmt: skip
             yield normed
+    long = (_normal(64, 3072, device=device) / 55).to(torch.bfloat16)
+    for num_tokens in (5, 70):
+        x = _normal(num_tokens, 3072, device=device).to(torch.bfloat16)
+        for leaves in (None, 8):
+            yield ops.linear(x, long, deterministic=True, leaves=leaves)
     for quantized in _quantized(device):
         for num_tokens in (1, 5, 33, 70):
             x = _normal(num_tokens, quantized.num_in, device=device).to(torch.bfloat16)
