@@ -55,6 +55,8 @@ def cases(target: Target) -> list[AotCase]:
           for pairs in (8, 256, 2048, 65_536) for is_gated in (True, False)),
         *(_products(target, shape, dtype, 2048, is_gated=False, leaves=leaves)
           for shape in SHAPES for dtype in DTYPES for leaves in (1, 8)),
+        *(_products(target, "qwen3-30b", dtype, 2048, is_gated=is_gated, deterministic=True)
+          for dtype in DTYPES for is_gated in (True, False)),
         *(_products(target, "gpt-oss-20b", torch.bfloat16, pairs, is_gated=is_gated, code="e2m1")
           for pairs in (4, 256, 2048, 65_536) for is_gated in (True, False)),
         _products(target, "gpt-oss-20b", torch.bfloat16, 2048, is_gated=False, leaves=8,
@@ -142,7 +144,7 @@ def _sort(target: Target) -> AotCase:
 
 def _products(
     target: Target, name: str, dtype: torch.dtype, pairs: int, *, is_gated: bool,
-    leaves: int | None = None, code: str | None = None,
+    leaves: int | None = None, code: str | None = None, deterministic: bool = False,
 ) -> AotCase:  # fmt: skip
     hidden, width, experts, chosen = (SHAPES | CLAMPED)[name]
     num_in, num_out = (hidden, width) if is_gated else (width, hidden)
@@ -152,7 +154,7 @@ def _products(
         num_in // (leaves or 1),
         dtype,
         is_gated=is_gated,
-        deterministic=leaves is not None,
+        deterministic=deterministic or leaves is not None,
         has_room=target.capability in LARGE_SHARED_MEMORY,
         has_codes=code is not None,
     )
@@ -183,7 +185,7 @@ def _products(
         "OVERLAP": target.has_dependent_launch,
     }
     label = f"{name}-{_short(dtype)}-{pairs}-{'gated' if is_gated else 'down'}"
-    label += f"-leaves{leaves}" if leaves else ""
+    label += f"-leaves{leaves}" if leaves else "-deterministic" if deterministic else ""
     label += f"-{code}" if code else ""
     if config.is_sorted:
         return AotCase(
