@@ -13,6 +13,7 @@ from mrv1.kernels.cache.formats import PageFormat
 from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
 from mrv1.models import AttentionBatch, DecoderModel, LayerCache
+from mrv1.models.batch import check_codes
 
 BLOCK_SIZE = 16  # tokens of a block. The codes of a cache do not depend on it
 
@@ -22,7 +23,8 @@ class PolicyModel:
 
     Serving's kernels, but a streaming head keeps all its pages. One thread owns the model.
     ``num_tokens`` is the length of every prompt, ``kv_cache_dtype`` as in ``EngineConfig``;
-    codes have scales per token. ConfigError: ``num_tokens`` is more than the model's positions.
+    codes have scales per token. ConfigError: ``num_tokens`` is more than the model's positions, or
+    the codes cannot store its heads.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class PolicyModel:
                 f"num_tokens: expected 1 to {config.max_model_len}, the model's positions, got "
                 f"{num_tokens}"
             )
+        check_codes(kv_cache_dtype, config)
         self.model = model
         self.num_tokens = num_tokens
         page_format = PageFormat.named(kv_cache_dtype, "token", model.dtype)

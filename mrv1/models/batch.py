@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from mrv1.kernels.cache.formats import PageFormat
-from mrv1.kernels.cache.kv_layout import KVLayout
+from mrv1.errors import ConfigError
+from mrv1.kernels.cache.contracts import hadamard_block
+from mrv1.kernels.cache.formats import FORMATS, PageFormat
+from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales, format_of
 from mrv1.kernels.layers.contracts import FeatureRows
+from mrv1.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +76,22 @@ class LayerCache:
     def page_format(self) -> PageFormat:
         """How pages store values."""
         return format_of(self.k.dtype, self.scales)
+
+
+def check_codes(kv_cache_dtype: str, config: ModelConfig) -> None:
+    """Raise ConfigError unless the vectors of a model's heads can be stored as these codes."""
+    codes = FORMATS.get(kv_cache_dtype)
+    if codes is None or codes.codes_per_element == 1:
+        return
+    multiple = ALIGNMENT_BYTES * codes.codes_per_element // codes.dtype.itemsize
+    if config.head_dim % multiple:
+        raise ConfigError(
+            f"kv_cache_dtype: expected heads of a multiple of {multiple} dimensions with "
+            f"{kv_cache_dtype!r}, got {config.head_dim}; choose 'fp8_e4m3' or 'auto'"
+        )
+    for rope in filter(None, (config.rope, config.window_rope)):
+        if hadamard_block(config.head_dim, rope.rotary_dim) == 1:
+            raise ConfigError(
+                f"kv_cache_dtype: expected a multiple of 4 rotated dimensions with "
+                f"{kv_cache_dtype!r}, got {rope.rotary_dim}; choose 'fp8_e4m3' or 'auto'"
+            )

@@ -57,8 +57,8 @@ def check_flashinfer(model: DecoderModel, spec: CacheSpec, layouts: Sequence[KVL
 
     require(
         spec.page_format.granularity in (None, "head"),
-        "kv_cache_dtype='auto' or static scales (kv_scale='head')",
-        f"kv_scale={spec.page_format.granularity!r}",
+        "kv_cache_dtype='auto', or 'fp8_e4m3' with static scales (kv_scale='head')",
+        f"{spec.page_format.name!r} with kv_scale={spec.page_format.granularity!r}",
     )
     require(model.dtype in FLASHINFER_DTYPES, "dtype float16 or bfloat16", model.dtype)
     require(

@@ -12,13 +12,12 @@ from typing import Self
 import torch
 
 from mrv1.config import EngineConfig
-from mrv1.errors import CapacityError, ConfigError
+from mrv1.errors import CapacityError
 from mrv1.headwise import HeadGroup, HeadGroups
-from mrv1.kernels.cache.contracts import hadamard_block
-from mrv1.kernels.cache.formats import FORMATS, PageFormat
-from mrv1.kernels.cache.kv_layout import ALIGNMENT_BYTES, KVLayout
+from mrv1.kernels.cache.formats import PageFormat
+from mrv1.kernels.cache.kv_layout import KVLayout
 from mrv1.kernels.cache.kv_scales import KVScales
-from mrv1.models import DecoderModel, ModelConfig
+from mrv1.models import DecoderModel
 from mrv1.models.batch import LayerCache
 
 CPU_KV_BYTES = 1 << 30
@@ -103,25 +102,6 @@ class CacheSpec:
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
-
-
-def check_codes(kv_cache_dtype: str, config: ModelConfig) -> None:
-    """Raise ConfigError unless the vectors of a model's heads can be stored as these codes."""
-    codes = FORMATS.get(kv_cache_dtype)
-    if codes is None or codes.codes_per_element == 1:
-        return
-    multiple = ALIGNMENT_BYTES * codes.codes_per_element // codes.dtype.itemsize
-    if config.head_dim % multiple:
-        raise ConfigError(
-            f"kv_cache_dtype: expected heads of a multiple of {multiple} dimensions with "
-            f"{kv_cache_dtype!r}, got {config.head_dim}; choose 'fp8_e4m3' or 'auto'"
-        )
-    for rope in filter(None, (config.rope, config.window_rope)):
-        if hadamard_block(config.head_dim, rope.rotary_dim) == 1:
-            raise ConfigError(
-                f"kv_cache_dtype: expected a multiple of 4 rotated dimensions with "
-                f"{kv_cache_dtype!r}, got {rope.rotary_dim}; choose 'fp8_e4m3' or 'auto'"
-            )
 
 
 def layer_layouts(

@@ -54,7 +54,8 @@ class KVReady:
     """By row of the plan: its positions and blocks, with the prefix cache's at entry."""
     layer: int
     cache: LayerCache
-    """The layer's pages, their layout, and the scales of an fp8 cache."""
+    """The layer's pages, their layout, and the scales of a cache of codes. A 4-bit cache has two
+    of a layout's elements in a byte, and keys that are mixed (``PageFormat.mixes_keys``)."""
     heads: range
     """The KV heads of the model that ``cache`` has, in their order; of several ranks a part."""
     event: torch.cuda.Event | None

@@ -14,6 +14,7 @@ from mrv1.headwise import HeadGroups, HeadPolicy
 from mrv1.kernels.cache.formats import FORMATS
 from mrv1.kernels.registry import Ops, select_ops
 from mrv1.models import Checkpoint, DecoderModel, ModelConfig, ParallelContext, load_model
+from mrv1.models.batch import check_codes
 from mrv1.models.drafts import HeadConfig, head_config, load_head
 from mrv1.runner.compile_ahead import KernelSet, compiled_beside
 from mrv1.runner.cpu_threads import choose_threads
@@ -22,7 +23,7 @@ from mrv1.runner.device_memory import within_memory
 from mrv1.runner.device_step import DeviceStep, slot_fields
 from mrv1.runner.features import FeatureBuffer
 from mrv1.runner.head_groups import read_config, resolve_head_groups, resolve_policy
-from mrv1.runner.kv_cache import CacheSpec, StreamingDemand, check_codes
+from mrv1.runner.kv_cache import CacheSpec, StreamingDemand
 from mrv1.runner.profile import blocks_of_groups, empty_batch, warm_up
 from mrv1.runner.report import StartClock
 from mrv1.runner.slot_state import field_starts

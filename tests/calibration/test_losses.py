@@ -19,8 +19,9 @@ from mrv1.device import kernel_path
 from mrv1.headwise import FULL, HeadPolicy, RecallPrompt, Visible
 from mrv1.kernels.registry import select_ops
 from mrv1.models import DecoderModel, load_model
+from tests.engine.test_int4_generation import NibbleCache
 from tests.models.driver import PagedDriver
-from tests.models.families import SLIDING, tiny_checkpoint
+from tests.models.families import CACHE, SLIDING, tiny_checkpoint
 
 NUM_TOKENS = 70
 VOCAB_SIZE = 160
@@ -171,6 +172,26 @@ def test_an_fp8_cache_has_scales_per_token(checkpoint, device):
     exact = PolicyModel(decoder, NUM_TOKENS).hidden(tokens, HeadPolicy.full(2, 2))
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)
     assert (logits - decoder.compute_logits(exact)).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_a_4_bit_cache_is_that_of_transformers_rounded(checkpoint, oracle, device):
+    tokens = np.random.default_rng(0).integers(3, VOCAB_SIZE, NUM_TOKENS)
+    ids = torch.from_numpy(tokens)[None].to(device)
+    decoder = load(checkpoint, device, torch.float32)
+    model = PolicyModel(decoder, NUM_TOKENS, kv_cache_dtype="int4")
+    logits = decoder.compute_logits(model.hidden(tokens, HeadPolicy.full(2, 2))).double()
+    rounded = oracle(ids, **{CACHE: NibbleCache()}).logits[0]
+    # A rounding error may decide between two codes: of later tokens more than of half of them.
+    errors = [(logits - each).abs().amax(1).median() for each in (rounded, oracle(ids).logits[0])]
+    assert errors[0] < 1e-3 < 1e-2 < errors[1]
+
+
+def test_heads_that_codes_cannot_store_are_refused_by_name(tmp_path):
+    tiny_checkpoint(tmp_path, "qwen3", head_dim=48)
+    decoder = load(tmp_path, torch.device("cpu"), torch.float32)
+    with pytest.raises(ConfigError, match=r"multiple of 32 dimensions with 'int4', got 48"):
+        PolicyModel(decoder, NUM_TOKENS, kv_cache_dtype="int4")
 
 
 def test_layers_keep_their_own_windows(tmp_path):

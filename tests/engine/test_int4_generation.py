@@ -13,7 +13,7 @@ from mrv1 import LLM, SamplingParams
 from mrv1.errors import ConfigError
 from mrv1.kernels import reference
 from tests.engine.test_llm import random_prompts
-from tests.models.families import CACHE, tiny_checkpoint
+from tests.models.families import CACHE, SLIDING, tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 INT4 = {"dtype": "float32", "kv_cache_dtype": "int4", "max_num_seqs": 8, "num_kv_blocks": 64}
@@ -97,6 +97,18 @@ def test_greedy_tokens_equal_transformers_over_a_rounded_cache(checkpoint, devic
     config = model.config
     vectors = 2 * config.num_hidden_layers * config.num_key_value_heads
     assert report["token_bytes"] == vectors * (config.head_dim // 2 + 4)
+
+
+@pytest.mark.gpu
+def test_rings_whose_pages_are_written_over(tmp_path, device):
+    """A window of 24 tokens in the second layer, in chunks that are shorter than a block."""
+    model = tiny_checkpoint(tmp_path, "qwen3", **SLIDING["qwen3"]).to(device)
+    prompts = random_prompts((17, 70))
+    expected = [greedy_over_a_rounded_cache(model, prompt) for prompt in prompts]
+    with LLM(str(tmp_path), device=device.type, max_num_batched_tokens=7, **INT4) as llm:
+        assert [group["window"] for group in llm.kv_report()["groups"]] == [-1, 24]
+        outputs = llm.generate(prompts, GREEDY)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == expected
 
 
 def test_what_4_bits_cannot_store_is_refused_by_name(tmp_path):

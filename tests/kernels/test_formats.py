@@ -50,6 +50,8 @@ def test_a_name_and_a_granularity_give_a_format():
         assert found == FP8.per(granularity)
         assert (found.has_scales, found.vector_bytes(64)) == (True, 64)
         assert found.scales_per_block(32) == per_block
+    with pytest.raises(ValueError, match=r"name: expected 'auto' or one of .*'int4'\), got 'fp8'"):
+        PageFormat.named("fp8", "token", torch.bfloat16)
 
 
 def test_products_of_float32_queries_are_chosen_as_without_codes():

@@ -413,6 +413,8 @@ def test_arguments_that_do_not_fit_are_refused(device, ops):
         with pytest.raises(ValueError, match=f"hadamard: .* power of two to 16, got {block}"):
             write(hadamard=block)
     odd = Rope(torch.zeros(1, 6, device=device))
+    with pytest.raises(ValueError, match=r"hadamard: expected 0 with these channels, got 2"):
+        write(rope=odd, hadamard=2)
     with pytest.raises(ValueError, match=r"multiple of 4 .* for packed codes, got 6"):
         write(rope=odd)
     key = torch.zeros(1, 2, 48, device=device)

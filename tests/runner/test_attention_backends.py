@@ -332,10 +332,10 @@ def some_model(
 
 
 def some_cache(head_dim: int = 64, **options: Any) -> tuple[CacheSpec, list[KVLayout]]:
-    fields = {"dtype": torch.bfloat16} | options
+    fields = {"name": "auto", "dtype": torch.bfloat16} | options
     spec = CacheSpec(
         num_layers=2, num_kv_heads=2, block_size=16, head_dim=head_dim,
-        page_format=PageFormat(name="", **fields),
+        page_format=PageFormat(**fields),
     )  # fmt: skip
     policy = HeadPolicy.of_layer_windows([-1, 20], spec.num_kv_heads)
     groups = HeadGroups.shared(policy, block_size=16, max_model_len=64)
@@ -355,8 +355,8 @@ def test_models_that_flashinfer_supports_pass_the_check():
     [
         (
             some_model(),
-            some_cache(dtype=torch.float8_e4m3fn, granularity="token"),
-            r"expects kv_cache_dtype='auto' or static scales \(kv_scale='head'\), got "
+            some_cache(name="int4", dtype=torch.uint8, granularity="token"),
+            r"expects kv_cache_dtype='auto', or 'fp8_e4m3' with static scales .*, got 'int4' with "
             "kv_scale='token'",
         ),
         (

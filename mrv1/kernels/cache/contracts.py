@@ -195,7 +195,8 @@ def check_qkv(
         _check_rope(rope, qkv, dim)
     largest = hadamard_block(dim, None if rope is None else rope.cos_sin.shape[1])
     if hadamard and (hadamard < 2 or hadamard & hadamard - 1 or largest % hadamard):
-        raise ValueError(f"hadamard: expected 0 or a power of two to {largest}, got {hadamard}")
+        expected = f"0 or a power of two to {largest}" if largest > 1 else "0 with these channels"
+        raise ValueError(f"hadamard: expected {expected}, got {hadamard}")
     is_packed = isinstance(scales, KVScales) and scales.page_format.codes_per_element > 1
     if is_packed and rope is not None and largest < 2:
         raise ValueError(

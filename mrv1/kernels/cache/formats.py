@@ -74,9 +74,15 @@ class PageFormat:
     def named(
         cls, name: str, granularity: ScaleGranularity, model_dtype: torch.dtype
     ) -> PageFormat:
-        """Return the format of a ``kv_cache_dtype``; ``auto`` = the model's values as they are."""
+        """Return the format of a ``kv_cache_dtype``; ``auto`` = the model's values as they are.
+
+        Raises:
+            ValueError: an unknown name, or codes without such scales.
+        """
         if name == "auto":
             return cls.plain(model_dtype)
+        if name not in FORMATS:
+            raise ValueError(f"name: expected 'auto' or one of {tuple(FORMATS)}, got {name!r}")
         return FORMATS[name].per(granularity)
 
     def per(self, granularity: ScaleGranularity) -> Self:
