@@ -12,11 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast, get_args
 
-from mrv1.environment import (
-    INT32_MAX,
-    VARIABLES,
-    name_errors,
-)
+from mrv1.environment import INT32_MAX, VARIABLES, name_errors
 from mrv1.errors import ConfigError, short
 from mrv1.hub import is_hub_id, snapshot_dir
 from mrv1.options import Range, check_fields, integers, numbers, one_of
