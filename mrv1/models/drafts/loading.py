@@ -54,13 +54,13 @@ def load_head(head: HeadConfig, path: str | Path, target: DecoderModel, ops: Ops
     weights, inputs = empty(device=target.device)
     places = _places(head, weights, inputs)
     for name, values in checkpoint.read({name: scan.tensors[name] for name in places}):
+        if name == "d2t":  # checked on the host: a device that stands in has no values
+            values = values.long() + torch.arange(head.draft_vocab_size)
+            least, most, size = int(values.min()), int(values.max()), head.layer.vocab_size
+            if least < 0 or most >= size:
+                problem = f"d2t: expected tokens from 0 to {size - 1}, got {least} to {most}"
+                raise_problems(checkpoint.where, [problem])
         places[name].fill(values)
-    if (ids := inputs.target_ids) is not None:
-        ids += torch.arange(head.draft_vocab_size, device=ids.device)
-        least, most, size = int(ids.min()), int(ids.max()), head.layer.vocab_size
-        if least < 0 or most >= size:
-            problem = f"d2t: expected tokens from 0 to {size - 1}, got {least} to {most}"
-            raise_problems(checkpoint.where, [problem])
     if is_mtp:
         weights = replace(target.weights, layers=weights.layers)
     else:  # the layer's input is normed already
