@@ -100,11 +100,13 @@ class AWQ(Quantization):
 
 def read_awq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model.") -> AWQ:
     """Return a checkpoint's quantization; arguments and errors as ``reading.Reader``."""
-    config.choice("bits", (4,), 4)
+    config.refuse("dynamic", "lm_head")
+    for key in ("bits", "w_bit"):  # the second name is AutoAWQ's own
+        config.choice(key, (4,), 4)
     for key in ("version", "format"):
         config.choice(key, ("gemm", "GEMM"), "gemm")
     config.choice("zero_point", (True,), True)
-    inputs = max(config.group_size(128), 0)
+    inputs = max(config.group_size(config.get("q_group_size", 128)), 0)
     form = AWQFormat(code="uint4", inputs=inputs, scale_dtype=scale_dtype, zeros_dtype=torch.uint8)
     return AWQ(form=form, left_out=config.names("modules_to_not_convert"), prefix=prefix)
 

@@ -12,7 +12,8 @@ takes it back. Version 2 stores zero points.
 
 All linear modules of the layers are quantized, or those whose names end as one of
 ``modules_in_block_to_quantize``. The first pattern of ``dynamic`` that matches the beginning of a
-name changes the module's settings, or leaves it out (``-:``).
+name changes the module's settings, or leaves it out (``-:``): GPTQModel gives the head, if that
+is quantized (``lm_head``), 8 bits so.
 
 Source: GPTQModel 7.7 (github.com/ModelCloud/GPTQModel) and AutoGPTQ 0.7: packing, versions,
 patterns; optimum 2.3: ``modules_in_block_to_quantize``.
@@ -42,7 +43,7 @@ from mrv1.models.quantization.packing import (
     scale_columns,
     whole_words,
 )
-from mrv1.models.quantization.scheme import Quantization
+from mrv1.models.quantization.scheme import Quantization, stored_name
 from mrv1.models.quantization.settings import Settings, pattern
 
 METHOD = "gptq"
@@ -132,11 +133,12 @@ class GPTQ(Quantization):
 
     def module(self, name: str) -> GPTQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
+        own = stored_name(name, self.prefix)
         if name == HEAD_MODULE:
-            return self.form if self.has_head else None
-        if not name.startswith(LAYERS) or not name.endswith(self.endings or ("",)):
+            if not self.has_head:
+                return None
+        elif not name.startswith(LAYERS) or not name.endswith(self.endings or ("",)):
             return None
-        own = self.prefix + name.removeprefix("model.")
         matching = (form for text, form in self.overrides if re.match(text, own))
         return next(matching, self.form)
 

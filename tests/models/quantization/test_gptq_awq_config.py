@@ -58,6 +58,9 @@ def test_symmetric_codes_have_no_zero_points():
 def test_modules_are_those_that_gptq_names():
     assert code(method(GPTQ), "lm_head") is None
     assert code(method(GPTQ, lm_head=True), "lm_head") == "int4"
+    of_head = {"lm_head": {"bits": 8, "group_size": 32, "mse": 2.4}}  # as GPTQModel adds it
+    assert code(method(GPTQ, lm_head=True, dynamic=of_head), "lm_head") == "int8"
+    assert code(method(GPTQ, dynamic=of_head), "lm_head") is None
     some = method(GPTQ, modules_in_block_to_quantize=[["mlp.up_proj"], ["self_attn.q_proj"]])
     assert code(some) == "int4"
     assert code(some, "model.layers.1.mlp.down_proj") is None
@@ -88,6 +91,13 @@ def test_modules_are_those_whose_names_awq_does_not_leave_out():
     assert code(quantization, "lm_head") is None
 
 
+def test_awq_has_names_of_its_own_for_bits_and_groups():
+    own = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"}
+    form = method(own).module(UP)
+    assert form is not None
+    assert form.inputs == 64
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
@@ -106,6 +116,9 @@ def test_modules_are_those_whose_names_awq_does_not_leave_out():
         (GPTQ, {"modules_in_block_to_quantize": [3]}, "expected lists of names, got [3]"),
         (GPTQ, {"block_name_to_quantize": "h"}, "expected one of 'model.layers', got 'h'"),
         (AWQ, {"bits": 8}, "quantization_config.bits: expected one of 4, got 8"),
+        (AWQ, {"w_bit": 3}, "quantization_config.w_bit: expected one of 4, got 3"),
+        (AWQ, {"lm_head": True}, "quantization_config.lm_head: expected none, got True"),
+        (AWQ, {"dynamic": {"a": {"bits": 8}}}, "quantization_config.dynamic: expected none, got"),
         (AWQ, {"version": "gemv"}, "quantization_config.version: expected one of 'gemm', 'GEMM'"),
         (AWQ, {"zero_point": False}, "quantization_config.zero_point: expected one of True"),
         (AWQ, {"group_size": 96}, f"expected a divisor of the 128 inputs of {UP}, got 96"),
