@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.architectures import ARCHITECTURES
 from mrv1.models.config import ModelConfig
@@ -50,6 +51,11 @@ class ExpertWeights:
     def num_shared(self) -> int:
         """Shared experts."""
         return self.gate_up_of_experts.shape[0] - len(self.router)
+
+    @property
+    def stacks(self) -> tuple[torch.Tensor | QuantizedWeight, ...]:
+        """``gate_up`` and ``down``."""
+        return self.gate_up, self.down
 
     @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +115,10 @@ def _parts(family: ExpertFamily) -> dict[str, tuple[str, ...]]:
 def empty_experts(
     config: ModelConfig, layer: int, *, device: torch.device | str, dtype: torch.dtype
 ) -> ExpertWeights:
-    """Return uninitialised experts of a layer; ConfigError: a rank has a part of a group."""
+    """Return uninitialised experts of a layer.
+
+    ConfigError: a rank has a part of a group, or inputs have an order of their own.
+    """
     experts, family = _experts_of(config)
     routing, width, hidden = experts.routing, experts.intermediate_size, config.hidden_size
     num_experts, bias = routing.num_experts + routing.num_shared, None
@@ -122,6 +131,11 @@ def empty_experts(
         return torch.empty(shape, dtype=dtype, device=device)
 
     def stack(form: ModuleFormat, rows: int, num_in: int, shared: int = 1) -> QuantizedWeight:
+        if form.has_order:
+            raise ConfigError(
+                f"quantization_config: {_block(layer, family)}.experts: expected groups of "
+                "neighbouring inputs, got an order of inputs (desc_act, or actorder 'group')"
+            )
         weight = form.empty(
             [num_experts * rows], num_in, rows_per_scale=shared, dtype=dtype, device=device
         )
@@ -269,16 +283,18 @@ def quantized_experts(
 
 
 def full_precision_modules(config: ModelConfig, layer: int) -> list[str]:
-    """Return modules of a layer's experts that can only be stored in full precision."""
+    """Return modules of a layer's experts that can only be stored in full precision.
+
+    Routers are not among them: configurations need not name them, as they are not ``Linear`` in
+    transformers, and quantizers pass them by. What a file has of them tells.
+    """
     experts, family = _experts_of(config)
     block = _block(layer, family)
-    names = [f"{block}.{family.router}"]
     if not experts.is_stacked:
-        if _has_others(experts):
-            names.append(f"{block}.experts.0.{family.parts[0]}")
-    elif config.quantization is not None and not config.quantization.needs_stacks:
-        names += [f"{block}.experts.{name}" for name in (GATE_UP, DOWN)]
-    return names
+        return [f"{block}.experts.0.{family.parts[0]}"] if _has_others(experts) else []
+    if config.quantization is None or config.quantization.needs_stacks:
+        return []
+    return [f"{block}.experts.{name}" for name in (GATE_UP, DOWN)]
 
 
 def mixed_experts(config: ModelConfig, layer: int) -> list[str]:

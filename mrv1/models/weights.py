@@ -142,6 +142,19 @@ class ModelWeights:
     lm_head: Weight
     """[vocab, hidden]."""
 
+    @property
+    def codes(self) -> tuple[list[QuantizedWeight], list[QuantizedWeight]]:
+        """The quantized matrices of linear layers, and those of experts."""
+        layers = self.layers
+        places = [each for la in layers for each in (la.qkv, la.o, la.gate_up, la.down) if each]
+        linear = [part for each in (self.lm_head, *places) for part in each.parts]
+        stacks = [each for la in layers if la.experts for each in la.experts.stacks]
+        codes, of_experts = (
+            [each for each in every if isinstance(each, QuantizedWeight)]
+            for every in (linear, stacks)
+        )
+        return codes, of_experts
+
 
 def rank_part(
     name: str, whole: Sequence[int], own: Sequence[int], parallel: ParallelContext
@@ -469,7 +482,7 @@ def _check_quantized_modules(config: ModelConfig) -> None:
         where,
         mixed
         + [
-            f"{name}: expected full precision (embedding, head, routers, experts, and what is "
+            f"{name}: expected full precision (embedding, head, experts, and what is "
             f"several modules in one), got a module that {quantization.method} quantizes; "
             f"{advice}"
             for name, kind in kinds.items()

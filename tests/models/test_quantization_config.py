@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,22 +160,15 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path, raw: dict[str, Any]
         load(tmp_path, load_format="dummy")
 
 
-def test_routers_and_experts_beside_shared_ones_must_be_in_full_precision(tmp_path: Path):
-    for ignore, message in (
-        (["lm_head"], r"model\.layers\.1\.mlp\.gate: expected full precision"),
-        (["lm_head", "re:.*gate$"], r"mlp\.experts\.0\.gate_proj: expected full precision"),
-    ):
-        raw = {
-            **tiny_config("ernie4_5_moe").to_dict(),
-            "architectures": ["Ernie4_5_MoeForCausalLM"],
-        }
-        raw["quantization_config"] = config_of(ignore=ignore)
-        (tmp_path / "config.json").write_text(json.dumps(raw))
-        with pytest.raises(ConfigError, match=message):
-            load(tmp_path, load_format="dummy")
+def test_experts_beside_shared_ones_must_be_in_full_precision(tmp_path: Path):
+    raw = {**tiny_config("ernie4_5_moe").to_dict(), "architectures": ["Ernie4_5_MoeForCausalLM"]}
+    raw["quantization_config"] = config_of()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"mlp\.experts\.0\.gate_proj: expected full precision"):
+        load(tmp_path, load_format="dummy")
     raw.pop("quantization_config")
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    message = r"^quantization: 2 (.|\n)*mlp\.experts\.0\.gate_proj: expected full .*; pass None$"
+    message = r"^quantization: (.|\n)*mlp\.experts\.0\.gate_proj: expected full .*; pass None$"
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, load_format="dummy", quantization="fp8")
 
@@ -317,6 +310,30 @@ def test_settings_of_older_versions_of_the_library_are_read():
     for setting in ("quantization_config", "compression_config"):
         quantization = read_quantization({setting: raw}, {})
         assert quantization.module("model.layers.0.mlp.up_proj").code == "int4"
+
+
+def test_tokens_are_quantized_as_the_library_says():
+    """A scale for each token, or, with blocks of 128 inputs, one for 128 inputs of it."""
+    for name, kind in (("FP8_DYNAMIC", "token"), ("FP8_BLOCK", "group"), ("W4A16", None)):
+        scheme = preset_name_to_scheme(name, ["Linear"]).model_dump(mode="json")
+        scheme["format"] = "pack-quantized" if kind is None else "float-quantized"
+        raw = {"quant_method": "compressed-tensors", "config_groups": {"group_0": scheme}}
+        form = read_quantization({"quantization_config": raw}, {}).module(Q)
+        assert form.activations == kind
+        assert (
+            form.empty(
+                [256], 512, rows_per_scale=form.rows, dtype=torch.bfloat16, device="meta"
+            ).activations
+            == kind
+        )
+
+
+def test_both_lists_of_modules_in_full_precision_count():
+    raw = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": [Q]}
+    assert read_quantization({"quantization_config": raw}, {}).module(Q) is None
+    raw["ignored_layers"] = ["(?i)up_proj"]  # a flag within an expression
+    with pytest.raises(ConfigError, match=r"ignored_layers: expected a regular expression, got"):
+        read_quantization({"quantization_config": raw}, {})
 
 
 def test_the_configuration_written_by_the_library_is_read():

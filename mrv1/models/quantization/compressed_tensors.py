@@ -348,7 +348,8 @@ def _activations(
     """Return how inputs are quantized to e4m3, and the tensors of static scales.
 
     Each token gets a scale of its own, also where the checkpoint has a static one. Integer codes,
-    and codes with scales of groups or blocks, are multiplied by inputs as they are.
+    codes with scales of groups, and blocks but those of 128 inputs, as many as share a scale of a
+    token, are multiplied by inputs as they are.
     """
     args = group.part("input_activations")
     if args is None:
@@ -360,5 +361,8 @@ def _activations(
         if not args.get("symmetric", True):
             tensors.append("input_zero_point")
     is_e4m3 = args.get("type", "int") == "float" and args.get("num_bits", 8) == 8
-    quantizes = is_e4m3 and code == "e4m3" and not inputs
-    return ("token" if quantizes else None), tuple(tensors)
+    if not is_e4m3 or code != "e4m3":
+        return None, tuple(tensors)
+    is_grouped = args.get("strategy") == "group" and args.get("group_size") == inputs == 128
+    kind: Activations | None = None if inputs else "token"
+    return ("group" if is_grouped else kind), tuple(tensors)

@@ -14,8 +14,8 @@ Source: transformers 5 (FineGrainedFP8Config, FbgemmFp8Config, ``should_convert_
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -44,9 +44,23 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 """The end of a part between dots, which a name that is skipped ends at."""
 
 
-def is_skipped(name: str, skipped: Iterable[str]) -> bool:
+def is_skipped(name: str, skipped: tuple[str, ...]) -> bool:
     """Whether ``modules_to_not_convert`` has a module of this name."""
-    return any(name.endswith(each) or re.match(f"(?:{each}){_BOUNDARY}", name) for each in skipped)
+    return name.endswith(skipped) or any(each.match(name) for each in _beginnings(skipped))
+
+
+def skipped_names(config: Settings, *keys: str) -> tuple[str, ...]:
+    """Return the names and patterns of some settings; ConfigError: one is not valid."""
+    names = [(key, each) for key in keys for each in config.names(key)]
+    for key, each in names:
+        pattern(f"{config.name}.{key}", f"(?:{each}){_BOUNDARY}")
+    return tuple(each for _, each in names)
+
+
+@lru_cache(maxsize=16)
+def _beginnings(skipped: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """Return patterns, compiled once: experts are tens of thousands of modules."""
+    return tuple(re.compile(f"(?:{each}){_BOUNDARY}") for each in skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +128,7 @@ def read_fp8(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> FP8:
     config.refuse("modules_to_convert", "dequantize")
     config.choice("fmt", ("e4m3",), "e4m3")
     config.choice("expert_dtype", ("fp8",), "fp8")
-    skipped = config.names("modules_to_not_convert") or config.names("ignored_layers")
-    for each in skipped:
-        pattern(f"{config.name}.modules_to_not_convert", each)
+    skipped = skipped_names(config, "modules_to_not_convert", "ignored_layers")
     scheme = config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     rows, inputs = 1 if is_fbgemm else 0, 0
     if config.get("weight_block_size") is not None:

@@ -21,9 +21,9 @@ from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.places import Place
 from mrv1.models.quantization.formats import ModuleFormat, ModulePart
-from mrv1.models.quantization.fp8 import is_skipped
+from mrv1.models.quantization.fp8 import is_skipped, skipped_names
 from mrv1.models.quantization.scheme import Quantization
-from mrv1.models.quantization.settings import Settings, pattern
+from mrv1.models.quantization.settings import Settings
 
 METHOD = "mxfp4"
 GROUP = 32
@@ -123,7 +123,4 @@ def read_mxfp4(config: Settings, *, scale_dtype: torch.dtype, prefix: str) -> MX
     del scale_dtype, prefix
     config.choice("quant_method", (METHOD,))
     config.refuse("dequantize")
-    skipped = config.names("modules_to_not_convert")
-    for each in skipped:
-        pattern(f"{config.name}.modules_to_not_convert", each)
-    return MXFP4(skipped=skipped)
+    return MXFP4(skipped=skipped_names(config, "modules_to_not_convert"))

@@ -17,6 +17,7 @@ import torch
 from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.places import FLOAT_DTYPES, Place
 from mrv1.models.quantization.formats import ModuleFormat, ModulePart
+from mrv1.models.quantization.packing import LAYERS
 from mrv1.models.quantization.scheme import Quantization
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -90,9 +91,8 @@ class OnlineFP8(Quantization):
         return (OnlineFormat(code="e4m3", activations="token"),)
 
     def holds(self, name: str, kind: str) -> bool:
-        """Whether a module is linear and in a layer; routers are left as they are."""
-        is_router = name.endswith(".gate")
-        return kind == "Linear" and name.startswith("model.layers.") and not is_router
+        """Whether a module is linear and in a layer."""
+        return kind == "Linear" and name.startswith(LAYERS)
 
     def module(self, name: str) -> OnlineFormat | None:
         """Return the one format for modules of layers."""
