@@ -9,9 +9,9 @@ import torch
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadPolicy
-from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, quantized_path, quantizes_tokens
-from mrv1.models import DecoderModel, ModelConfig
-from mrv1.models.quantization import Quantization
+from mrv1.kernels.layers.linear_scaled import takes_codes
+from mrv1.kernels.layers.quantized import EXPERTS_PATH, MOST_PLAIN_TOKENS, quantized_path
+from mrv1.models import DecoderModel, ModelConfig, ModelWeights
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.device_step import DeviceStep
 from mrv1.runner.features import FeatureBuffer
@@ -76,7 +76,7 @@ class RunnerReports:
         config, model, cache = self.config, self.model, self.kv_cache
         dtype = str(model.dtype).removeprefix("torch.")
         if model.config.quantization is not None:
-            how = describe_products(config, model.config.quantization, model.device, model.dtype)
+            how = describe_products(config, model.weights, model.device, model.dtype)
             dtype += f", {model.config.quantization.describe()} ({how})"
         if self.path == "reference":
             count = torch.get_num_threads()
@@ -102,16 +102,18 @@ class RunnerReports:
 
 
 def describe_products(
-    config: EngineConfig, quantization: Quantization, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, weights: ModelWeights, device: torch.device, dtype: torch.dtype
 ) -> str:
     """Return how products read quantized weights, and whether they quantize tokens."""
     as_values = config.deterministic or dtype.itemsize > 2
-    how = quantized_path(device, of_experts=quantization.needs_stacks, as_values=as_values)
-    if as_values:
-        return how
-    kinds = {form.activations for form in quantization.formats}
-    if any(quantizes_tokens(device, dtype, kind) for kind in kinds):
+    linear, experts = weights.codes
+    if experts and not linear and device.type != "cpu":
+        return EXPERTS_PATH
+    how = quantized_path(device, linear, as_values=as_values)
+    if not as_values and any(takes_codes(weight, device, dtype) for weight in linear):
         how += f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too"
+    if experts and device.type != "cpu":
+        how += f"; experts {EXPERTS_PATH}"
     return how
 
 

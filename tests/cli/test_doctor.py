@@ -108,6 +108,7 @@ def test_the_products_of_quantized_weights_are_reported(
     monkeypatch.setattr(quantized, "device_info", lambda _: _gpu(capability))
     said = facts.quantized_use(torch.device("cuda", 0))["quantized weights"]
     assert said.startswith("read as stored for up to 64 tokens, widened for more")
+    assert said.endswith("; experts read as stored for any number of tokens")
     assert ("more than 32 tokens are quantized to e4m3 too" in said) == quantizes
 
 

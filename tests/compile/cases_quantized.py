@@ -101,9 +101,9 @@ def cases(target: Target) -> list[AotCase]:
             for tokens in (1, 16, 64)
         ),
         *(
-            _quantize_tokens(target, num_in, inputs_per_scale, is_static=is_static)
+            _quantize_tokens(target, num_in, inputs_per_scale)
             for num_in in (2880, 14336)
-            for inputs_per_scale, is_static in ((0, False), (0, True), (BLOCK, False))
+            for inputs_per_scale in (0, BLOCK)
             if target.capability >= E4M3_CAPABILITY
         ),
         *(_code_tiles(*case) for case in TILES if target.capability == TILES_CAPABILITY),
@@ -139,18 +139,15 @@ def _code_tiles(name: str, dtype: torch.dtype, tile_tokens: int, splits: int) ->
     )
 
 
-def _quantize_tokens(
-    target: Target, num_in: int, inputs_per_scale: int, *, is_static: bool
-) -> AotCase:
+def _quantize_tokens(target: Target, num_in: int, inputs_per_scale: int) -> AotCase:
     groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
     scales = pointer(torch.float32)
-    kind = "static" if is_static else inputs_per_scale or "token"
     return AotCase(
-        name=f"quantize_tokens-{num_in}-{kind}",
+        name=f"quantize_tokens-{num_in}-{inputs_per_scale or 'token'}",
         kernel=_quantize_tokens_kernel,
         args=(
             *(pointer(torch.float8_e4m3fn), scales, 33, pointer(torch.bfloat16), num_in),
-            *(scales if is_static else None, 33),
+            33,
         ),
         constexprs={
             "IN": num_in,

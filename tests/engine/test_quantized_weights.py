@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from transformers import PreTrainedModel
 from mrv1 import LLM, ConfigError, EngineConfig, SamplingParams
 from mrv1.device import DeviceInfo
 from mrv1.kernels.layers import quantized
-from mrv1.models import ModelConfig, checkpoint_places, memory_of
+from mrv1.kernels.registry import select_ops
+from mrv1.models import checkpoint_places, load_model, memory_of
 from mrv1.runner.ranks import control, parallel_runner
 from mrv1.runner.runner_reports import describe_products
 from tests.models.families import random_model, tiny_checkpoint, tiny_config
 from tests.models.quantized import SCHEMES, save_compressed
 from tests.models.test_fp8_checkpoints import save_fp8, with_rounded_rows
+from tests.models.test_fp8_experts import save as save_fp8_experts
+from tests.models.test_mxfp4_checkpoints import save_mxfp4
 from tests.thread_ranks import ThreadRanks
 
 PROMPTS = [[5, 9, 23, 41, 77] * 8, [11, 30]]
@@ -161,8 +165,36 @@ def test_the_banner_says_whether_tokens_are_quantized(
 ):
     save(tmp_path, method, 0)
     name = "fp8" if method == "online" else None
-    quantization = ModelConfig.from_pretrained(tmp_path, quantization=name).quantization
-    assert quantization is not None
+    said = products_on_a_gpu(tmp_path, monkeypatch, quantization=name)
+    more = "; more than 32 tokens are quantized to e4m3 too"
+    stored = "read as stored for any number of tokens"
+    if method == "int4":  # groups of 16 inputs
+        stored = "read as stored for up to 64 tokens, widened for more"
+    assert said(torch.bfloat16) == stored + ("" if method == "int4" else more)
+    assert said(torch.float16) == stored
+    assert said(torch.float32) == "widened for each product by a kernel"
+    assert said(torch.bfloat16, deterministic=True) == said(torch.float32)
+
+
+def test_the_banner_says_how_products_of_experts_read_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Beside linear layers, with which not all is alike; or alone, as gpt-oss has them."""
+    save_fp8_experts(tmp_path / "fp8", 64, [])
+    said = products_on_a_gpu(tmp_path / "fp8", monkeypatch)
+    how = "read as stored for any number of tokens"
+    assert said(torch.bfloat16) == f"{how}; experts {how}"
+    assert said(torch.float32) == f"widened for each product by a kernel; experts {how}"
+    said = products_on_a_gpu(tmp_path / "fp8", monkeypatch, device="cpu")
+    assert said(torch.bfloat16) == "widened for each product"
+    save_mxfp4(tmp_path / "mxfp4")
+    assert products_on_a_gpu(tmp_path / "mxfp4", monkeypatch)(torch.float32) == how
+
+
+def products_on_a_gpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, device: str = "cuda", **options: Any
+) -> Callable[..., str]:
+    """Return what is said of a checkpoint's products on a GPU that is not here, by dtype."""
     gpu = DeviceInfo(
         device=torch.device("cuda", 0), name="GPU X", capability=(9, 0), num_sms=132,
         total_memory_bytes=2**36,
@@ -171,12 +203,10 @@ def test_the_banner_says_whether_tokens_are_quantized(
     monkeypatch.setattr(quantized, "device_info", lambda _: gpu)
 
     def said(dtype: torch.dtype, *, deterministic: bool = False) -> str:
-        config = EngineConfig(model=str(tmp_path), deterministic=deterministic)
-        return describe_products(config, quantization, gpu.device, dtype)
+        weights = load_model(
+            path, device="cpu", dtype=dtype, ops=select_ops("reference"), progress=False, **options
+        ).weights
+        config = EngineConfig(model=str(path), deterministic=deterministic)
+        return describe_products(config, weights, torch.device(device), dtype)
 
-    more = "; more than 32 tokens are quantized to e4m3 too"
-    stored = "read as stored; blocks with minima or super-blocks widened for more than 64 tokens"
-    assert said(torch.bfloat16) == stored + ("" if method == "int4" else more)
-    assert said(torch.float16) == stored
-    assert said(torch.float32) == "widened for each product by a kernel"
-    assert said(torch.bfloat16, deterministic=True) == said(torch.float32)
+    return said

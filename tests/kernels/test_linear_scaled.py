@@ -21,15 +21,13 @@ from tests.kernels.quantized_weights import random_weight
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
 
 
-def codes_of(x, scale=None, group=0):
+def codes_of(x, group=0):
     """Return what ``quantize_tokens`` does, in torch."""
-    num_tokens, num_in = x.shape
+    num_in = x.shape[1]
     group = group or num_in
     groups = torch.nn.functional.pad(x.float(), (0, -num_in % group)).unflatten(1, (-1, group))
-    if scale is None:
-        scale = groups.abs().amax(2) / 448
-        scale = torch.where(scale == 0, 1.0, scale)
-    scales = scale.expand(num_tokens, groups.shape[1])
+    scales = groups.abs().amax(2) / 448
+    scales = torch.where(scales == 0, 1.0, scales)
     codes = (groups / scales[..., None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     codes.view(torch.uint8)[codes.isnan()] = 0x7F  # without a sign
     return codes.flatten(1)[:, :num_in], scales
@@ -39,37 +37,30 @@ def codes_of(x, scale=None, group=0):
     num_tokens=st.sampled_from([1, 3, 70]),
     num_in=st.sampled_from([16, 100, 512]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
-    kind=st.sampled_from(["token", "tensor", "group"]),
+    group=st.sampled_from([0, 128]),
     seed=seeds,
 )
-def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, kind, seed):
+def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, group, seed):
     if device.type == "cuda" and (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, num_in + 8, generator=generator) * 3
     x[0] = 0
     x[-1, 0] = 300
-    if kind == "tensor":  # else the scales of torch are NaN
-        x[0, 3], x[0, 5] = torch.nan, torch.inf
     x = x.to(device, dtype)[:, :num_in]
-    scale = torch.full((1,), 0.25, device=device) if kind == "tensor" else None
-    group = 128 if kind == "group" else 0
-    codes, scales = quantize_tokens(x, scale, inputs_per_scale=group)
+    codes, scales = quantize_tokens(x, inputs_per_scale=group)
     # On a CPU: on a GPU torch multiplies by the reciprocal of 448.
-    want_codes, want_scales = codes_of(x.cpu(), None if scale is None else scale.cpu(), group)
+    want_codes, want_scales = codes_of(x.cpu(), group)
     assert torch.equal(scales.cpu(), want_scales)
     assert torch.equal(codes.cpu().view(torch.uint8), want_codes.view(torch.uint8))
 
 
 @pytest.mark.gpu_only
-@pytest.mark.parametrize("is_static", [False, True])
-def test_nan_stays_in_its_row(device, is_static):
+def test_nan_stays_in_its_row(device):
     if (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     weight = random_weight("e4m3_row", 96, 512, torch.bfloat16, seed=0, device=device)
-    scale = torch.full((1,), 0.02, device=device) if is_static else None
-    kind = "tensor" if is_static else "token"
-    weight = replace(weight, activations=kind, input_scale=scale)
+    weight = replace(weight, activations="token")
     x = torch.randn(40, 512, device=device).bfloat16()
     want = kernels.linear(x, weight)
     x[7, 9] = torch.nan
@@ -84,28 +75,22 @@ def test_nan_stays_in_its_row(device, is_static):
     kind=st.sampled_from(["e4m3_row", "e4m3_block"]),
     num_tokens=st.sampled_from([33, 300]),
     features=st.sampled_from(FEATURES),
-    is_static=st.booleans(),
     seed=seeds,
 )
-def test_products_are_those_of_quantized_tokens(
-    device, kind, num_tokens, features, is_static, seed
-):
+def test_products_are_those_of_quantized_tokens(device, kind, num_tokens, features, seed):
     if (device_info(device).capability or (0, 0)) < E4M3_CAPABILITY:
         pytest.skip("needs e4m3")
     arguments = linear_arguments(num_tokens, 512, 128, torch.bfloat16, device, features, seed)
     num_rows = len(arguments["weight"])
     weight = random_weight(kind, num_rows, 512, torch.bfloat16, seed=seed, device=device)
     is_grouped = kind == "e4m3_block"
-    is_static = is_static and not is_grouped
-    scale = torch.full((1,), 0.02, device=device) if is_static else None
-    activations = "group" if is_grouped else "tensor" if is_static else "token"
-    weight = replace(weight, activations=activations, input_scale=scale)
+    weight = replace(weight, activations="group" if is_grouped else "token")
     got = kernels.linear(**arguments | {"weight": weight})
     x = arguments["x"]
     if "norm_weight" in arguments:
         x = reference.rms_norm(x, arguments["norm_weight"], arguments["eps"])
     group = 128 if is_grouped else 512
-    codes, scales = codes_of(x, scale, group)
+    codes, scales = codes_of(x, group)
     wide = {
         name: value.double() if isinstance(value, torch.Tensor) else value
         for name, value in arguments.items()
@@ -113,7 +98,7 @@ def test_products_are_those_of_quantized_tokens(
     }
     wide |= {
         "x": codes.double() * scales.double().repeat_interleave(group, 1),
-        "weight": replace(weight, dtype=torch.float64, activations=None, input_scale=None).dense(),
+        "weight": replace(weight, dtype=torch.float64, activations=None).dense(),
     }
     want = reference.linear(**wide)
     error = (got.double() - want).abs()

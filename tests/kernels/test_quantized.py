@@ -189,7 +189,6 @@ def test_fields_that_do_not_fit_are_refused_by_name() -> None:
         (int4, ValueError, "weight.activations: .* got 'token'", {"activations": "token"}),
         (int4, TypeError, "weight.dtype: .* got torch.int8", {"dtype": torch.int8}),
         (int4, ValueError, "weight.codes: .* one row and column", {"codes": int4.codes[:0]}),
-        (e4m3, ValueError, "weight.input_scale: .* got none with", {"activations": "tensor"}),
         (e4m3, ValueError, "weight.activations: .* got 'row'", {"activations": "row"}),
         (one_scale, ValueError, "weight.activations: .* of rows", {"activations": "token"}),
         (narrow, ValueError, "weight.activations: .* float32 scales", {"activations": "token"}),

@@ -44,7 +44,7 @@ from mrv1.kernels._base.gluon import (
 )
 from mrv1.kernels.layers.linear_call import LinearCall
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.quantized import CODES, QuantizedWeight
+from mrv1.kernels.layers.quantized import CODES, QuantizedWeight, fits_tiles
 
 TILE_ROWS = gl.constexpr(128)
 """Rows of a tile: 64 for each consumer."""
@@ -512,23 +512,9 @@ def _code_tiles_kernel(
 def multiplies_code_tiles(call: LinearCall, weight: QuantizedWeight) -> bool:
     """Return whether the kernel multiplies by this weight."""
     x = call.x
-    if call.order is not None:
+    if call.order is not None or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
         return False
-    if x.dtype.itemsize != 2 or weight.scales is None or weight.mins is not None:
-        return False
-    if (
-        weight.codes.stride(0) % 16
-        or weight.codes.data_ptr() % 16
-        or weight.num_in % HALF_IN.value
-    ):
-        return False
-    if x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
-        return False
-    if weight.group >= weight.num_in:
-        return weight.zeros is None and weight.scales.dtype != torch.uint8
-    if weight.group % STEP_IN.value and weight.group not in (32, 64):
-        return False
-    return x.dtype == torch.bfloat16 or weight.scales.dtype == x.dtype
+    return fits_tiles(weight)
 
 
 def multiply_code_tiles(

@@ -1,6 +1,6 @@
 """The linear layer of many tokens and e4m3 codes: tokens become e4m3 too, the library multiplies.
 
-    scale = max |x| / 448 of a token,  code = e4m3(x / scale)       (or one scale that is given)
+    scale = max |x| / 448 of a token,  code = e4m3(x / scale)
     y     = (codes @ weight codes.T) * token's scale * row's scale
 
 With weights in blocks of 128 x 128, each 128 inputs of a token have a scale, and sums of 128
@@ -35,7 +35,6 @@ def _quantize_tokens_kernel(
     scales_ptr,  # [groups, num_tokens] float32, written
     stride_scale_group,
     x_ptr, stride_x_token,  # [num_tokens, IN], unit last stride
-    scale_ptr,  # [1] float32, or None: of each group its own
     num_tokens,
     IN: tl.constexpr,
     GROUPS: tl.constexpr,  # power of two: at least the groups of a token
@@ -49,11 +48,8 @@ def _quantize_tokens_kernel(
     group = tl.arange(0, GROUPS)[:, None]
     col = group * GROUP + tl.arange(0, GROUP)[None, :]
     x = tl.load(x_ptr + token * stride_x_token + col, mask=col < IN, other=0.0).to(tl.float32)
-    if scale_ptr is None:
-        scale = tl.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), LARGEST)
-        scale = tl.where(scale == 0, 1.0, scale)
-    else:
-        scale = tl.zeros([GROUPS, 1], tl.float32) + tl.load(scale_ptr)
+    scale = tl.div_rn(tl.max(tl.abs(x), axis=1, keep_dims=True), LARGEST)
+    scale = tl.where(scale == 0, 1.0, scale)
     code = e4m3_codes(tl.div_rn(x, scale)).to(tl.float8e4nv, bitcast=True)
     tl.store(codes_ptr + token * IN + col, code, mask=col < IN)
     tl.store(scales_ptr + group * stride_scale_group + token, scale, mask=group * GROUP < IN)
@@ -67,19 +63,15 @@ def tokens_config(num_in: int, inputs_per_scale: int) -> tuple[int, int, int]:
 
 
 def quantize_tokens(
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    *,
-    inputs_per_scale: int = 0,
-    multiple_of: int = 1,
+    x: torch.Tensor, *, inputs_per_scale: int = 0, multiple_of: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the e4m3 codes of x, ``[tokens, in]``, and float32 scales, ``[tokens, groups]``.
 
     The number of tokens is rounded up to ``multiple_of``; the last ones are undefined then.
 
-    ``scale`` is ``[1]`` float32, of all tokens; None = of each group of a token (0 = all its
-    inputs) the one by which its largest element becomes 448. Codes are rounded to nearest, and
-    clamped; of NaN they are NaN. Scales have unit first stride.
+    The scale of each group of a token (0 = all its inputs) is the one by which its largest element
+    becomes 448. Codes are rounded to nearest, and clamped; of NaN they are NaN. Scales have unit
+    first stride.
     """
     num_tokens, num_in = x.shape
     tile_groups, group, num_warps = tokens_config(num_in, inputs_per_scale)
@@ -88,7 +80,7 @@ def quantize_tokens(
     codes = torch.empty(num_rows, num_in, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_groups, num_rows, device=x.device)
     _quantize_tokens_kernel[(num_tokens,)](
-        codes, scales, num_rows, x, x.stride(0), scale, num_tokens,
+        codes, scales, num_rows, x, x.stride(0), num_tokens,
         IN=num_in, GROUPS=tile_groups, GROUP=group, num_warps=num_warps,
         **overlap_options(x.device),
     )  # fmt: skip
@@ -101,15 +93,17 @@ def multiplies_scaled(call: LinearCall, weight: QuantizedWeight) -> bool:
         return False
     if call.out.dtype != call.x.dtype:
         return False
+    return takes_codes(weight, call.x.device, call.x.dtype)
+
+
+def takes_codes(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies many tokens of a dtype by this weight as e4m3."""
+    if not quantizes_tokens(device, dtype, weight.activations):
+        return False
     if weight.num_in % ALIGNED or weight.shape[0] % ALIGNED:
         return False
-    if weight.activations == "group" and not _fits_blocks(weight):
-        return False
-    return quantizes_tokens(call.x.device, call.x.dtype, weight.activations)
-
-
-def _fits_blocks(weight: QuantizedWeight) -> bool:
-    """Return whether the library takes the weight's blocks of scales."""
+    if weight.activations != "group":
+        return True
     is_square = weight.rows_per_scale == weight.inputs_per_scale == BLOCK
     return is_square and weight.num_in % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0
 
@@ -119,7 +113,6 @@ def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:
     is_grouped = weight.activations == "group"
     codes, scales = quantize_tokens(
         call.x,
-        weight.input_scale,
         inputs_per_scale=BLOCK if is_grouped else 0,
         multiple_of=BLOCK_TOKENS if is_grouped else 1,
     )

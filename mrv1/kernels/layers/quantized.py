@@ -16,7 +16,7 @@ Specification, version 1.0 (E2M1, E8M0); the super-blocks of 256 inputs are GGUF
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Literal, NamedTuple
 
@@ -28,9 +28,8 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_tensor
 CodeName = Literal["e4m3", "int8", "int4", "uint4", "e2m1", "q4_k", "q5_k", "q6_k"]
 """What the bits of a code mean."""
 
-Activations = Literal["token", "tensor", "group"]
-"""How a checkpoint quantizes inputs: one scale for each token, one for all (static), or one for
-128 inputs of a token."""
+Activations = Literal["token", "group"]
+"""How inputs are quantized: one scale for each token, or one for 128 inputs of a token."""
 
 MOST_TOKENS = 64
 """Most tokens that are multiplied by codes as they are stored, but for tiles of codes. The four
@@ -47,6 +46,8 @@ BLOCKS_CUDA = (12, 9)
 """The first version of CUDA whose library has them."""
 TILES_CAPABILITY = (9, 0)
 """The one on which tiles of many tokens widen codes."""
+EXPERTS_PATH = "read as stored for any number of tokens"
+"""How products of experts read codes on a GPU, in words."""
 SUPER_BLOCK = 256
 """Inputs of a super-block: they share one head."""
 
@@ -76,6 +77,8 @@ CODES: dict[CodeName, Code] = {
 }
 """The codes that a weight may have."""
 
+_TENSORS = ("codes", "scales", "zeros", "mins", "heads", "high", "order")
+"""Fields of a weight that are tensors, or None."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the codes 0 to 7; 8 more is the same value, negative."""
 
@@ -116,8 +119,6 @@ class QuantizedWeight:
     activations: Activations | None = None
     """How the checkpoint quantizes inputs to e4m3; None = not at all. Only with e4m3 codes and
     float32 scales, one for each row, or with "group" for 128 inputs of some rows."""
-    input_scale: torch.Tensor | None = None
-    """[1] float32: the static scale of inputs. Only with ``activations`` "tensor"."""
 
     def __post_init__(self) -> None:
         """Raise unless all fields fit each other."""
@@ -141,8 +142,8 @@ class QuantizedWeight:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by the names of their fields."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        given = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
@@ -196,9 +197,7 @@ class QuantizedWeight:
     def at(self, index: int) -> QuantizedWeight:
         """Return a view of one of several matrices, by its first index; without ``order``."""
         parts: dict[str, Any] = {
-            name: each[index]
-            for name, each in self.tensors.items()
-            if name not in ("order", "input_scale")
+            name: each[index] for name, each in self.tensors.items() if name != "order"
         }
         return self._with(parts)
 
@@ -268,21 +267,40 @@ def _cut(dim: int, start: int, stop: int) -> tuple[EllipsisType | slice, ...]:
 
 
 def quantized_path(
-    device: torch.device, *, of_experts: bool = False, as_values: bool = False
+    device: torch.device, weights: Sequence[QuantizedWeight] = (), *, as_values: bool = False
 ) -> str:
-    """Say in words how products read quantized weights on a device: ``linear``, or of experts.
+    """Say in words how ``linear`` reads quantized weights on a device, or these of them.
 
-    ``as_values`` says that they are deterministic or of float32 inputs.
+    ``as_values`` says that products are deterministic or of float32 inputs.
     """
     if device.type == "cpu":
         return "widened for each product"
-    if of_experts:
-        return "read as stored for any number of tokens"
     if as_values or torch.version.hip is not None:
         return "widened for each product by a kernel"
-    if device_info(device).capability == TILES_CAPABILITY:
-        return "read as stored; blocks with minima or super-blocks widened for more than 64 tokens"
-    return f"read as stored for up to {MOST_TOKENS} tokens, widened for more"
+    is_kept = device_info(device).capability == TILES_CAPABILITY
+    if is_kept and not weights:
+        return (
+            "read as stored; blocks with minima or super-blocks widened for more than "
+            f"{MOST_TOKENS} tokens"
+        )
+    kept = sum(map(fits_tiles, weights)) if is_kept else 0
+    if weights and kept == len(weights):
+        return EXPERTS_PATH
+    some = f"{len(weights) - kept} of {len(weights)} matrices " if kept else ""
+    return f"read as stored for up to {MOST_TOKENS} tokens, {some}widened for more"
+
+
+def fits_tiles(weight: QuantizedWeight) -> bool:
+    """Return whether tiles of many tokens can widen this weight's codes, where there are such."""
+    if weight.dtype.itemsize != 2 or weight.scales is None or weight.mins is not None:
+        return False
+    if weight.codes.stride(0) % 16 or weight.codes.data_ptr() % 16 or weight.num_in % 64:
+        return False
+    if weight.group >= weight.num_in:
+        return weight.zeros is None and weight.scales.dtype != torch.uint8
+    if weight.group % 128 and weight.group not in (32, 64):
+        return False
+    return weight.dtype == torch.bfloat16 or weight.scales.dtype == weight.dtype
 
 
 def quantizes_tokens(
@@ -434,10 +452,9 @@ def _check_grid(weight: QuantizedWeight) -> None:
 
 
 def _check_activations(weight: QuantizedWeight) -> None:
-    if weight.activations not in (None, "token", "tensor", "group"):
+    if weight.activations not in (None, "token", "group"):
         raise ValueError(
-            "weight.activations: expected None, 'token', 'tensor' or 'group', "
-            f"got {weight.activations!r}"
+            f"weight.activations: expected None, 'token' or 'group', got {weight.activations!r}"
         )
     is_row = weight.group >= weight.num_in and weight.rows_per_scale == 1
     if weight.activations == "group":
@@ -452,10 +469,3 @@ def _check_activations(weight: QuantizedWeight) -> None:
             "weight.activations: expected None but for e4m3 codes with float32 scales of rows, or "
             f"of 128 inputs with 'group', in order, got {weight.activations!r}"
         )
-    if (weight.input_scale is not None) != (weight.activations == "tensor"):
-        raise ValueError(
-            "weight.input_scale: expected a scale with activations 'tensor' and only then, got "
-            f"{'none' if weight.input_scale is None else 'one'} with {weight.activations!r}"
-        )
-    if weight.input_scale is not None:
-        check_tensor("weight.input_scale", weight.input_scale, shape=(1,), dtype=torch.float32)
