@@ -27,12 +27,7 @@ from mrv1.environment import VARIABLES, environment, name_errors
 from mrv1.errors import ConfigError, UnsupportedDeviceError
 from mrv1.headwise import policy_source
 from mrv1.kernels.attention.prefill.choice import WARP_GROUP_CAPABILITY
-from mrv1.kernels.layers.quantized import (
-    EXPERTS_PATH,
-    MOST_PLAIN_TOKENS,
-    quantized_path,
-    quantizes_tokens,
-)
+from mrv1.kernels.layers import quantized
 from mrv1.models.checkpoint import SINGLE_FILE
 from mrv1.provenance import version_of
 from mrv1.runner.attention_backends import import_flashinfer
@@ -155,14 +150,14 @@ def codes_use(device: torch.device) -> dict[str, str]:
 
 def quantized_use(device: torch.device) -> dict[str, str]:
     """Return how products read quantized weights on ``device``."""
-    how = quantized_path(device)
-    if quantizes_tokens(device, torch.bfloat16, "token"):
+    how = quantized.quantized_path(device)
+    if quantized.quantizes_tokens(device, torch.bfloat16, "token"):
         how += (
-            f"; more than {MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too where a checkpoint "
-            'in bfloat16 quantizes inputs, and with quantization="fp8"'
+            f"; more than {quantized.MOST_PLAIN_TOKENS} tokens are quantized to e4m3 too where a "
+            'checkpoint in bfloat16 quantizes inputs, and with quantization="fp8"'
         )
     if device.type != "cpu":
-        how += f"; experts {EXPERTS_PATH}"
+        how += f"; experts {quantized.EXPERTS_PATH}"
     return {"quantized weights": how}
 
 

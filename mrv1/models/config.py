@@ -150,7 +150,8 @@ class ModelConfig:
         kind = self.layer_windows[layer], self.has_experts(layer), self.has_rope(layer)
         if self.quantization is None:
             return kind
-        modules, family = MODULES, ARCHITECTURES[self.architecture].experts
+        modules: tuple[str, ...] = MODULES
+        family = ARCHITECTURES[self.architecture].experts
         if self.has_experts(layer) and family is not None:  # all of them are as the first
             modules += tuple(f"{family.block}.experts.0.{part}" for part in family.parts)
         return *kind, *(self.quantization.module(f"model.layers.{layer}.{m}") for m in modules)

@@ -53,11 +53,6 @@ class ExpertWeights:
         return self.gate_up_of_experts.shape[0] - len(self.router)
 
     @property
-    def stacks(self) -> tuple[torch.Tensor | QuantizedWeight, ...]:
-        """``gate_up`` and ``down``."""
-        return self.gate_up, self.down
-
-    @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``gate_up`` and ``down``; ValueError: they are codes."""
         if isinstance(self.gate_up, QuantizedWeight) or isinstance(self.down, QuantizedWeight):

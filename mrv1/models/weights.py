@@ -148,7 +148,8 @@ class ModelWeights:
         layers = self.layers
         places = [each for la in layers for each in (la.qkv, la.o, la.gate_up, la.down) if each]
         linear = [part for each in (self.lm_head, *places) for part in each.parts]
-        stacks = [each for la in layers if la.experts for each in la.experts.stacks]
+        experts = [la.experts for la in layers if la.experts]
+        stacks = [stack for each in experts for stack in (each.gate_up, each.down)]
         codes, of_experts = (
             [each for each in every if isinstance(each, QuantizedWeight)]
             for every in (linear, stacks)

@@ -74,10 +74,8 @@ class GPTQFormat(ModuleFormat):
                 f"tensor_parallel_size: expected 1 with desc_act, where the inputs of a group are "
                 f"anywhere among the {num_in} of {part.name}"
             )
-        fields, own = (
-            WORD // self.bits,
-            partial(ColumnPlace, module=part.name, dtypes=(torch.int32,)),
-        )
+        fields = WORD // self.bits
+        own = partial(ColumnPlace, module=part.name, dtypes=(torch.int32,))
         groups, words = group_slice(part, self.inputs), whole_words(part, "rows", fields)
         num_groups = num_in // (self.inputs or num_in)
         return {

@@ -33,11 +33,6 @@ NAN = 255
 _STACK = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up_proj|down_proj)")
 
 
-def mxfp4_codes(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the codes of ``blocks``: ``[experts, out, in / 2]`` uint8, the same bytes."""
-    return blocks.flatten(-2)
-
-
 def exponent_problem(scales: torch.Tensor) -> str | None:
     """Say what is wrong with exponents: one may stand for NaN."""
     count = int((scales == NAN).sum())
@@ -57,9 +52,7 @@ class MXFP4Format(ModuleFormat):
 
     def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
         """Return the places of a stack's blocks and scales; see ``ModuleFormat``."""
-        if weight.scales is None:
-            raise ValueError("weight: expected scales, got none")
-        num_out, num_in = part.shape
+        (num_out, num_in), scales = part.shape, weight.tensors["scales"]
         if num_in % GROUP:
             raise ConfigError(
                 f"{part.name}: expected a multiple of {GROUP} inputs, which share an exponent, "
@@ -72,7 +65,7 @@ class MXFP4Format(ModuleFormat):
         num_bytes = GROUP // 2
         return {
             "scales": new(
-                target=_in_turns(weight.scales) if in_turns else weight.scales,
+                target=_in_turns(scales) if in_turns else scales,
                 shape=lead, part=own, problem=exponent_problem,
                 convert=partial(_rows, in_turns=in_turns),
             ),
@@ -92,7 +85,7 @@ def _in_turns(rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(values: torch.Tensor, *, in_turns: bool, are_blocks: bool = False) -> torch.Tensor:
     """Return stored experts as the target of a place has them."""
-    rows = mxfp4_codes(values) if are_blocks else values
+    rows = values.flatten(-2) if are_blocks else values  # the same bytes
     return rows.unflatten(1, (-1, 2)) if in_turns else rows
 
 

@@ -65,14 +65,12 @@ class OnlineFormat(ModuleFormat):
 
     def places(self, part: ModulePart, weight: QuantizedWeight) -> dict[str, Place]:
         """Return the place of the matrix."""
-        if weight.scales is None:
-            raise ValueError("weight: expected scales, got none")
         place = QuantizingPlace(
             target=weight.codes,
             shape=part.shape,
             part=(part.rows, slice(0, part.shape[1])),
             dtypes=FLOAT_DTYPES,
-            scales=weight.scales,
+            scales=weight.tensors["scales"],
             inputs=part.inputs,
         )
         return {"weight": place}

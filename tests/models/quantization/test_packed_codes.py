@@ -11,7 +11,7 @@ from mrv1.kernels.layers.quantized import QuantizedWeight
 from mrv1.models.quantization.awq import awq_codes, read_awq
 from mrv1.models.quantization.formats import ModuleFormat, ModulePart
 from mrv1.models.quantization.gptq import gptq_zeros, read_gptq
-from mrv1.models.quantization.mxfp4 import GROUP, exponent_problem, mxfp4_codes
+from mrv1.models.quantization.mxfp4 import GROUP, exponent_problem
 from mrv1.models.quantization.packing import groups_problem
 from mrv1.models.quantization.settings import Settings
 from tests.models.quantization import packers
@@ -165,7 +165,7 @@ def test_mxfp4_has_the_values_of_transformers(experts, rows, groups, seed):
     blocks = torch.randint(256, (*lead, GROUP // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(16, 240, lead, generator=generator, dtype=torch.uint8)
     weight = QuantizedWeight(
-        code="e2m1", codes=mxfp4_codes(blocks), scales=scales, inputs_per_scale=GROUP,
+        code="e2m1", codes=blocks.flatten(-2), scales=scales, inputs_per_scale=GROUP,
         dtype=torch.float32,
     )  # fmt: skip
     expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
