@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mrv1 import kernels
 from mrv1.device import device_info
 from mrv1.kernels import reference
+from mrv1.kernels.layers import linear_scaled
 from mrv1.kernels.layers.linear_scaled import quantize_tokens
 from mrv1.kernels.layers.quantized import E4M3_CAPABILITY
 from tests.kernels.elementwise import SENTINEL, assert_gaps_untouched, seeds
@@ -53,6 +56,38 @@ def test_codes_are_those_of_torch(device, num_tokens, num_in, dtype, group, seed
     want_codes, want_scales = codes_of(x.cpu(), group)
     assert torch.equal(scales.cpu(), want_scales)
     assert torch.equal(codes.cpu().view(torch.uint8), want_codes.view(torch.uint8))
+
+
+class Ops(TorchDispatchMode):
+    """Notes the names of torch's ops."""
+
+    names: set[str]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names = {*getattr(self, "names", ()), str(func)}
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["e4m3_row", "e4m3_block"])
+def test_a_call_is_a_launch_and_the_librarys_product(monkeypatch, kind):
+    """Scales are taken as they are stored: views are all that torch makes beside the two."""
+    x = torch.randn(40, 512).bfloat16()
+    weight = random_weight(kind, 128, 512, torch.bfloat16, seed=0)
+    weight = replace(weight, activations="token" if kind == "e4m3_row" else "group")
+    tokens, result, taken = codes_of(x), x[:, :128].clone(), {}
+
+    def scaled_mm(codes, matrix, **others):
+        taken.update(others, matrix=matrix)
+        return result
+
+    monkeypatch.setattr(linear_scaled, "quantize_tokens", lambda *_, **__: tokens)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    with Ops() as ops:
+        linear_scaled.multiply_scaled(SimpleNamespace(x=x, bias=None, num_tokens=40), weight)
+    assert ops.names == {"aten.permute.default", "aten.slice.Tensor"}
+    assert taken["matrix"].data_ptr() == weight.codes.data_ptr()
+    assert taken["scale_b"].data_ptr() == weight.tensors["scales"].data_ptr()
+    assert taken["scale_b"].dtype == torch.float32
 
 
 @pytest.mark.gpu_only
