@@ -379,6 +379,7 @@ BY_HAND = {
     "attempts": "what was tried",
     "before-after": "two commits in turns",
     "grammars": "no GPU: python -m benchmarks.grammars",
+    "kv-cache-loss": "no GPU: python -m benchmarks.kv_cache_loss",
     "rank-draws": "several GPUs: python -m benchmarks.rank_draws",
     "recall-tasks": "SmolLM2: python -m benchmarks.recall_tasks",
     "recall-tiny": "no GPU: python -m benchmarks.recall",
