@@ -162,124 +162,67 @@ def _int8_pairs(codes, DTYPE: tl.constexpr):
 @triton.jit
 def _nibble_pairs(codes, DTYPE: tl.constexpr):
     """Return the four codes less 8."""
-    if tl.float16 == DTYPE:
-        values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bits, unit, offset;
-            mov.b32 unit, 0x64006400;
-            mov.b32 offset, 0x64086408;
-            lop3.b32 bits, $4, 0x000F000F, unit, 0xEA;
-            sub.f16x2 $0, bits, offset;
-            shr.u32 bits, $4, 4;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            sub.f16x2 $1, bits, offset;
-            shr.u32 bits, $4, 8;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            sub.f16x2 $2, bits, offset;
-            shr.u32 bits, $4, 12;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            sub.f16x2 $3, bits, offset;
-            }""",
-            "=&r,=&r,=&r,=r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+    return _four_pairs(codes, _nibble_instructions(tl.float16 == DTYPE), DTYPE)
+
+
+@triton.constexpr_function
+def _nibble_instructions(is_float16: bool) -> str:
+    if is_float16:
+        names, value = "bits, unit, offset", "sub.f16x2 ${}, bits, offset;"
+        lines = ["mov.b32 unit, 0x64006400;", "mov.b32 offset, 0x64086408;"]
     else:
-        values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bits, unit, one, offset;
-            mov.b32 unit, 0x43004300;
-            mov.b32 one, 0x3F803F80;
-            mov.b32 offset, 0xC308C308;
-            lop3.b32 bits, $4, 0x000F000F, unit, 0xEA;
-            fma.rn.bf16x2 $0, bits, one, offset;
-            shr.u32 bits, $4, 4;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            fma.rn.bf16x2 $1, bits, one, offset;
-            shr.u32 bits, $4, 8;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            fma.rn.bf16x2 $2, bits, one, offset;
-            shr.u32 bits, $4, 12;
-            lop3.b32 bits, bits, 0x000F000F, unit, 0xEA;
-            fma.rn.bf16x2 $3, bits, one, offset;
-            }""",
-            "=&r,=&r,=&r,=r,r",
-            [codes],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    return values
+        names, value = "bits, unit, one, offset", "fma.rn.bf16x2 ${}, bits, one, offset;"
+        lines = ["mov.b32 unit, 0x43004300;", "mov.b32 one, 0x3F803F80;"]
+        lines.append("mov.b32 offset, 0xC308C308;")
+    for index in range(4):
+        source = "bits" if index else "$4"
+        if index:
+            lines.append(f"shr.u32 bits, $4, {4 * index};")
+        lines.append(f"lop3.b32 bits, {source}, 0x000F000F, unit, 0xEA;")
+        lines.append(value.format(index))
+    return "\n".join(["{", f".reg .b32 {names};", *lines, "}"])
 
 
 @triton.jit
 def _e2m1_pairs(codes, DTYPE: tl.constexpr):
     """Return the four codes; as bits they read value / 2^14 in float16, / 2^126 in bfloat16."""
+    return _four_pairs(codes, _e2m1_instructions(tl.float16 == DTYPE), DTYPE)
+
+
+@triton.constexpr_function
+def _e2m1_instructions(is_float16: bool) -> str:
+    if is_float16:
+        names, value, place, mask = "", "mul.f16x2 ${}, bits, scale;", 9, "0x0E000E00"
+        lines = ["mov.b32 scale, 0x74007400;"]
+    else:
+        names, value = ", zero", "fma.rn.bf16x2 ${}, bits, scale, zero;"
+        place, mask = 6, "0x01C001C0"
+        lines = ["mov.b32 scale, 0x7E807E80;", "mov.b32 zero, 0x80008000;"]
+    for index in range(4):
+        left = place - 4 * index
+        lines.append(f"shl.b32 bits, $4, {left};" if left > 0 else f"shr.u32 bits, $4, {-left};")
+        sign = "sign" if index < 3 else "$4"
+        if index < 3:
+            lines.append(f"shl.b32 sign, $4, {12 - 4 * index};")
+        lines.append(f"and.b32 sign, {sign}, 0x80008000;")
+        lines.append(f"lop3.b32 bits, bits, {mask}, sign, 0xEA;")
+        lines.append(value.format(index))
+    return "\n".join(["{", f".reg .b32 bits, sign, scale{names};", *lines, "}"])
+
+
+@triton.jit
+def _four_pairs(codes, INSTRUCTIONS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return what instructions make of the four codes in each int16 of two, in a 16-bit dtype."""
     if tl.float16 == DTYPE:
         values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bits, sign, scale;
-            mov.b32 scale, 0x74007400;
-            shl.b32 bits, $4, 9;
-            shl.b32 sign, $4, 12;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x0E000E00, sign, 0xEA;
-            mul.f16x2 $0, bits, scale;
-            shl.b32 bits, $4, 5;
-            shl.b32 sign, $4, 8;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x0E000E00, sign, 0xEA;
-            mul.f16x2 $1, bits, scale;
-            shl.b32 bits, $4, 1;
-            shl.b32 sign, $4, 4;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x0E000E00, sign, 0xEA;
-            mul.f16x2 $2, bits, scale;
-            shr.u32 bits, $4, 3;
-            and.b32 sign, $4, 0x80008000;
-            lop3.b32 bits, bits, 0x0E000E00, sign, 0xEA;
-            mul.f16x2 $3, bits, scale;
-            }""",
-            "=&r,=&r,=&r,=r,r",
-            [codes],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+            INSTRUCTIONS, "=&r,=&r,=&r,=r,r", [codes],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         values = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 bits, sign, scale, zero;
-            mov.b32 scale, 0x7E807E80;
-            mov.b32 zero, 0x80008000;
-            shl.b32 bits, $4, 6;
-            shl.b32 sign, $4, 12;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $0, bits, scale, zero;
-            shl.b32 bits, $4, 2;
-            shl.b32 sign, $4, 8;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $1, bits, scale, zero;
-            shr.u32 bits, $4, 2;
-            shl.b32 sign, $4, 4;
-            and.b32 sign, sign, 0x80008000;
-            lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $2, bits, scale, zero;
-            shr.u32 bits, $4, 6;
-            and.b32 sign, $4, 0x80008000;
-            lop3.b32 bits, bits, 0x01C001C0, sign, 0xEA;
-            fma.rn.bf16x2 $3, bits, scale, zero;
-            }""",
-            "=&r,=&r,=&r,=r,r",
-            [codes],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+            INSTRUCTIONS, "=&r,=&r,=&r,=r,r", [codes],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     return values
 
 
