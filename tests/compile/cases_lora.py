@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from mrv1.kernels.layers.add_adapters import AddAdaptersConfig, _add_adapters_kernel
-from mrv1.kernels.layers.lora_values import MOST_OF_VECTOR, ranks_at_once
+from mrv1.kernels.layers.add_adapters import NUM_WARPS, _add_adapters_kernel, tile_for
+from mrv1.kernels.layers.lora_values import (
+    MOST_OF_VECTOR,
+    LoraConstants,
+    LoraPointers,
+    ranks_at_once,
+)
 from mrv1.kernels.layers.shrink_adapters import ShrinkConfig, _shrink_adapters_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile import cases_linear
@@ -58,18 +63,11 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _constants(parts: int, tile: int, num_warps: int) -> dict[str, int]:
+def _constants(parts: int, tile: int, num_warps: int) -> LoraConstants:
     max_rank, num_rows = 16, 6144
     starts = {1: (num_rows, num_rows), 2: (num_rows // 2, num_rows), 3: (4096, 5120)}
-    return {
-        "LORA_ROWS": num_rows,
-        "LORA_PARTS": parts,
-        "MAX_RANK": max_rank,
-        "LORA_SPLITS": 8,
-        "AT_ONCE": ranks_at_once(max_rank, tile, num_warps),
-        "SECOND_PART": starts[parts][0],
-        "THIRD_PART": starts[parts][1],
-    }
+    at_once = ranks_at_once(max_rank, tile, num_warps)
+    return LoraConstants(num_rows, parts, max_rank, 8, at_once, *starts[parts])
 
 
 def _shrink(target: Target, dtype: torch.dtype, num_in: int) -> AotCase:
@@ -95,36 +93,35 @@ def _shrink(target: Target, dtype: torch.dtype, num_in: int) -> AotCase:
 
 
 def _add(target: Target, dtype: torch.dtype, out: torch.dtype) -> AotCase:
-    config = AddAdaptersConfig.default_for()
+    tile_tokens, tile_rows = tile_for(33, 6144)
     return AotCase(
         name=f"add_adapters-{_short(dtype)}-{_short(out)}",
         kernel=_add_adapters_kernel,
-        args=(pointer(out), 6144, FLOAT32, pointer(dtype), INT32, INT32, 33),
-        constexprs=_constants(3, config.tile_tokens * config.tile_rows, config.num_warps)
-        | {
-            "TILE_TOKENS": config.tile_tokens,
-            "TILE_ROWS": config.tile_rows,
+        args=(pointer(out), 6144, LoraPointers(FLOAT32, pointer(dtype), INT32, INT32), 33),
+        constexprs={
+            "LORA": _constants(3, tile_tokens * tile_rows, NUM_WARPS),
+            "TILE_TOKENS": tile_tokens,
+            "TILE_ROWS": tile_rows,
             "OVERLAP": target.has_dependent_launch,
         },
-        num_warps=config.num_warps,
+        num_warps=NUM_WARPS,
     )
 
 
 def _adapted(target: Target, case: AotCase, parts: int) -> AotCase:
     """Return the launch of a product with adapters."""
     dtype = case.args[0].dtype  # type: ignore[attr-defined] - that of the result
-    pointers = {
-        "shrunk_ptr": FLOAT32, "b_ptr": pointer(dtype), "slots_ptr": INT32, "ranks_ptr": INT32,
-    }  # fmt: skip
     of, args = case.constexprs, case.args
     if "linear_leaves" in case.name:  # many tokens are not split
         of = {**of, "SPLITS": 1, "PARTS": of["SPLITS"] * of["PARTS"]}
         args = (*args[:2], None, *args[3:])
     rows = of.get("TILE_ROWS", of.get("TILE_OUT", 1)) // (2 if of.get("GATED") else 1)
     tile = of.get("TILE_TOKENS", 1) * rows
-    constexprs = {**of, **pointers, **_constants(parts, tile, case.num_warps)}
+    constants = _constants(parts, tile, case.num_warps)
     if "linear_vector" in case.name:
-        constexprs["AT_ONCE"] = min(MOST_OF_VECTOR, 16)
+        constants = constants._replace(AT_ONCE=min(MOST_OF_VECTOR, 16))
+    pointers = LoraPointers(FLOAT32, pointer(dtype), INT32, INT32)
+    constexprs = {**of, "lora": pointers, "LORA": constants}
     parked = max(case.parked_bytes, PARKED_BYTES.get(target.name, 0))
     return replace(
         case, name=f"lora-{case.name}", args=args, constexprs=constexprs, parked_bytes=parked

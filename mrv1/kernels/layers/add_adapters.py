@@ -6,8 +6,6 @@ the other ones: products of the vendor's library, of codes, of experts, and spli
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from mrv1.kernels._base.arguments import with_strides
@@ -15,58 +13,38 @@ from mrv1.kernels._base.checks import FLOAT_DTYPES, check_launchable, check_tens
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lora import Adapters
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values, lora_arguments
+from mrv1.kernels.layers.lora_values import adapter_values, lora_arguments
 
 SPLITS = (1, 2, 4, 8, 16)
 """Into how many parts ``shrink_adapters`` may cut its inputs."""
 
+NUM_WARPS = 4
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AddAdaptersConfig:
-    """The tile of a program."""
 
-    tile_tokens: int
-    tile_rows: int
-    num_warps: int
-
-    @classmethod
-    def default_for(cls) -> AddAdaptersConfig:
-        """Return the configuration for a GPU; not measured yet."""
-        return cls(tile_tokens=8, tile_rows=64, num_warps=4)
-
-    @classmethod
-    def for_interpreter(cls, num_tokens: int, num_rows: int) -> AddAdaptersConfig:
-        """Return few large programs."""
-        return cls(
-            tile_tokens=min(32, triton.next_power_of_2(num_tokens)),
-            tile_rows=min(1024, triton.next_power_of_2(num_rows)),
-            num_warps=1,
-        )
+def tile_for(num_tokens: int, num_rows: int) -> tuple[int, int]:
+    """Return the tokens and the rows of one program; for a GPU they are not measured yet."""
+    if not INTERPRET:
+        return 8, 64
+    return min(32, triton.next_power_of_2(num_tokens)), min(1024, triton.next_power_of_2(num_rows))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _add_adapters_kernel(
-    out_ptr, stride_out_token,  # [num_tokens, LORA_ROWS], unit last stride
-    shrunk_ptr,  # see LoraPointers
-    b_ptr, slots_ptr, ranks_ptr, num_tokens,
-    LORA_ROWS: tl.constexpr, LORA_PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    LORA_SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-    SECOND_PART: tl.constexpr,  # its first row, or LORA_ROWS
-    THIRD_PART: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    out_ptr, stride_out_token,  # [num_tokens, rows], unit last stride
+    lora,  # LoraPointers
+    num_tokens,
+    LORA: tl.constexpr,  # LoraConstants
+    TILE_TOKENS: tl.constexpr, TILE_ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
     """Grid (row tiles, token tiles)."""
     let_next_start(OVERLAP)
     token = tl.program_id(1).to(tl.int64) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)[:, None]
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[None, :]
-    is_token, is_row = token < num_tokens, row < LORA_ROWS
+    is_token, is_row = token < num_tokens, row < LORA.ROWS
     wait_for_previous(OVERLAP)
-    lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-    added = adapter_values(
-        lora, token, is_token, row, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
-        SECOND_PART, THIRD_PART,
-    )  # fmt: skip
-    slot = tl.load(slots_ptr + token, mask=is_token, other=-1)
+    added = adapter_values(lora, token, is_token, row, LORA)
+    slot = tl.load(lora.slots_ptr + token, mask=is_token, other=-1)
     inside = is_token & is_row & (slot >= 0)  # another token's result stays as it is
     out_ptr += token * stride_out_token + row
     y = tl.load(out_ptr, mask=inside, other=0.0).to(tl.float32) + added
@@ -109,16 +87,11 @@ def add_adapters(out: torch.Tensor, shrunk: torch.Tensor, adapters: Adapters) ->
     )
     if num_tokens == 0:
         return
-    config = AddAdaptersConfig.default_for()
-    if INTERPRET:
-        config = AddAdaptersConfig.for_interpreter(num_tokens, num_rows)
-    grid = (triton.cdiv(num_rows, config.tile_rows), triton.cdiv(num_tokens, config.tile_tokens))
-    _add_adapters_kernel[grid](
+    tile_tokens, tile_rows = tile_for(num_tokens, num_rows)
+    _add_adapters_kernel[(triton.cdiv(num_rows, tile_rows), triton.cdiv(num_tokens, tile_tokens))](
         *with_strides(out, 1),
         num_tokens=num_tokens,
-        **lora_arguments(
-            adapters, shrunk, config.tile_tokens * config.tile_rows, config.num_warps
-        ),
-        TILE_TOKENS=config.tile_tokens, TILE_ROWS=config.tile_rows, num_warps=config.num_warps,
+        **lora_arguments(adapters, shrunk, tile_tokens * tile_rows, NUM_WARPS),
+        TILE_TOKENS=tile_tokens, TILE_ROWS=tile_rows, num_warps=NUM_WARPS,
         **overlap_options(out.device),
     )  # fmt: skip

@@ -29,12 +29,10 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.prefetch import prefetch_arguments, prefetch_part
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
 from mrv1.kernels.layers.lanes import lane_rows, sum_of_warps
-from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
+from mrv1.kernels.layers.linear_call import LinearCall, Results, Rows, normed, store_results
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
 from mrv1.kernels.layers.quantized import MOST_TOKENS, QuantizedWeight
-from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.widening import (
     Matrix,
     as_float,
@@ -62,16 +60,11 @@ MOST_NORMED = 8192
 class CodesConfig:
     """How a quantized weight is cut into programs."""
 
-    tile_tokens: int
-    """Tokens of one program."""
-    tile_rows: int
-    """Rows of one program; if gated, half of them gates and half ups."""
-    splits: int
-    """Programs that share a tile's inputs."""
-    num_warps: int
-    """4 or 8: they share a program's inputs."""
-    depth: int
-    """Steps whose codes are loaded at once."""
+    tile_tokens: int  # tokens of one program
+    tile_rows: int  # rows of one program; if gated, half of them gates and half ups
+    splits: int  # programs that share a tile's inputs
+    num_warps: int  # 4 or 8: they share a program's inputs
+    depth: int  # steps whose codes are loaded at once
 
     @classmethod
     @lru_cache(maxsize=1024)
@@ -313,11 +306,7 @@ def _linear_codes_kernel(
     DEPTH: tl.constexpr,
     NORM_IN: tl.constexpr,  # power of two, at least IN, if there is a norm
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None, slots_ptr=None, ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
-    THIRD_PART: tl.constexpr = 0,
+    lora=None, LORA: tl.constexpr = None,  # adapters: LoraPointers, LoraConstants; None = none
 ):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     PER: tl.constexpr = 2 if (CODE == "e4m3") | (CODE == "int8") else 4
@@ -445,37 +434,15 @@ def _linear_codes_kernel(
         y *= scale.to(tl.float32)[:, None]
     token = first_token + tl.arange(0, TILE_TOKENS)[None, :]
     col = first_out + tl.arange(0, TILE_OUT)[:, None]
-    is_out = col < num_out
-    inside = is_out & (token < num_tokens)
-    if sums_ptr is not None:
-        rows_of_sums = split.to(tl.int64) * num_tokens + token
-        tl.store(sums_ptr + rows_of_sums * num_out + col, y, mask=inside)
-    else:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        is_token = token < num_tokens
-        if GATED:
-            y, up = tl.split(tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0)))
-            if b_ptr is not None:
-                up += adapter_values(
-                    lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS, MAX_RANK,
-                    LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-                )  # fmt: skip
-            if bias_ptr is not None:
-                up += tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0).to(tl.float32)
-        if b_ptr is not None:
-            y += adapter_values(
-                lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
-                LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-            )  # fmt: skip
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
-        if GATED:
-            y = gated(y, up, GATED)
-        if residual_ptr is not None:
-            residual = residual_ptr + token * stride_residual_token + col
-            y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-        y = y.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + token * stride_out_token + col, y, mask=inside)
+    results = Results(
+        out_ptr, stride_out_token, sums_ptr, residual_ptr, stride_residual_token, bias_ptr, lora
+    )
+    is_out, is_token = col < num_out, token < num_tokens
+    inside = is_out & is_token
+    store_results(
+        results, y, split.to(tl.int64), token, is_token, col, is_out, inside, num_tokens,
+        num_out, GATED, LORA,
+    )  # fmt: skip
 
 
 def begins_at_lanes(weight: QuantizedWeight) -> bool:

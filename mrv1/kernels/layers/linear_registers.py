@@ -27,10 +27,8 @@ from mrv1.kernels.layers.lanes import (
     sum_in_order,
     sum_of_warps,
 )
-from mrv1.kernels.layers.linear_call import LinearCall, Rows
+from mrv1.kernels.layers.linear_call import LinearCall, Results, Rows, store_results
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
-from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, NUM_PROGRAMS, SPLIT_ROWS, SumOrder
 
 MOST_WEIGHTS = 48 * 1024
@@ -41,18 +39,13 @@ MOST_WEIGHTS = 48 * 1024
 class RegisterConfig:
     """How weights are cut into programs."""
 
-    tile_tokens: int
-    """Tokens of one program."""
+    tile_tokens: int  # tokens of one program
     tile_rows: int
     """Rows of weights that are multiplied at once; if gated, half of them gates and half ups."""
-    row_tiles: int
-    """Tiles of ``tile_rows`` rows of one program."""
-    splits: int
-    """Programs that share a tile's inputs."""
-    num_warps: int
-    """4 or 8: they share a program's inputs."""
-    token_tiles: int = 1
-    """Tiles of tokens that one program multiplies, one after the other."""
+    row_tiles: int  # tiles of ``tile_rows`` rows of one program
+    splits: int  # programs that share a tile's inputs
+    num_warps: int  # 4 or 8: they share a program's inputs
+    token_tiles: int = 1  # tiles of tokens that one program multiplies, one after the other
     next_start: int = 1
     """When the next kernel's programs may start: together with these (0), when the previous kernel
     is done (1), with the first results (2). Loads of programs that start early delay x."""
@@ -182,11 +175,7 @@ def _linear_registers_kernel(
     CHAIN_IN: tl.constexpr,  # inputs of a warp, which are in order; 0 = in any order
     IN_TREE: tl.constexpr,  # whether warps are added as a tree, or from the first to the last
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None, slots_ptr=None, ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
-    THIRD_PART: tl.constexpr = 0,
+    lora=None, LORA: tl.constexpr = None,  # adapters: LoraPointers, LoraConstants; None = none
 ):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest and share weights."""
     IN_ORDER: tl.constexpr = CHAIN_IN > 0
@@ -223,6 +212,9 @@ def _linear_registers_kernel(
     wait_for_previous(OVERLAP)
     let_next_start(OVERLAP and NEXT_START == 1)
 
+    results = Results(
+        out_ptr, stride_out_token, sums_ptr, residual_ptr, stride_residual_token, bias_ptr, lora
+    )
     for token_step in tl.static_range(TOKEN_TILES):
         token = first_token + lane_rows(TILE_TOKENS, WARPS)
         is_token = token < num_tokens
@@ -260,36 +252,10 @@ def _linear_registers_kernel(
             col = first_out + tile * TILE_OUT + tl.arange(0, TILE_OUT)[:, None]
             is_out = col < num_out
             inside = is_out & is_token
-            if sums_ptr is not None:
-                tl.store(sums_ptr + (split * num_tokens + token) * num_out + col, y, mask=inside)
-            else:
-                lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-                if GATED:
-                    y, up = tl.split(
-                        tl.permute(tl.reshape(y, [2, TILE_OUT, TILE_TOKENS]), (1, 2, 0))
-                    )
-                    if b_ptr is not None:
-                        up += adapter_values(
-                            lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS,
-                            MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-                        )  # fmt: skip
-                    if bias_ptr is not None:
-                        up_bias = tl.load(bias_ptr + num_out + col, mask=is_out, other=0.0)
-                        up += up_bias.to(tl.float32)
-                if b_ptr is not None:
-                    y += adapter_values(
-                        lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
-                        LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-                    )  # fmt: skip
-                if bias_ptr is not None:
-                    y += tl.load(bias_ptr + col, mask=is_out, other=0.0).to(tl.float32)
-                if GATED:
-                    y = gated(y, up, GATED)
-                if residual_ptr is not None:
-                    residual = residual_ptr + token * stride_residual_token + col
-                    y += tl.load(residual, mask=inside, other=0.0).to(tl.float32)
-                y = y.to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + token * stride_out_token + col, y, mask=inside)
+            store_results(
+                results, y, split, token, is_token, col, is_out, inside, num_tokens, num_out,
+                GATED, LORA,
+            )  # fmt: skip
         first_token += TILE_TOKENS
 
 

@@ -8,7 +8,7 @@ from mrv1.kernels._base.arguments import with_strides
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, normed
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
+from mrv1.kernels.layers.lora_values import adapter_values
 from mrv1.kernels.layers.norm import inverse_rms
 
 TILE_OUT = 512
@@ -39,11 +39,7 @@ def _add_splits_kernel(
     SPLITS: tl.constexpr,
     TILE_OUT: tl.constexpr,  # with a norm at least num_out
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None, slots_ptr=None, ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
-    THIRD_PART: tl.constexpr = 0,
+    lora=None, LORA: tl.constexpr = None,  # adapters: LoraPointers, LoraConstants; None = none
 ):  # fmt: skip
     """Grid (num_tokens * cdiv(num_out, TILE_OUT),): results of one token."""
     let_next_start(OVERLAP)
@@ -58,13 +54,9 @@ def _add_splits_kernel(
     wait_for_previous(OVERLAP)
     split_stride = num_tokens.to(tl.int64) * num_out
     y = sum_of_splits(sums_ptr + token * num_out + col, inside, split_stride, SPLITS)
-    if b_ptr is not None:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
+    if lora is not None:
         tokens = token + tl.arange(0, 1)[:, None]
-        added = adapter_values(
-            lora, tokens, tokens >= 0, col[None, :], LORA_ROWS, LORA_PARTS,
-            MAX_RANK, LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-        )  # fmt: skip
+        added = adapter_values(lora, tokens, tokens >= 0, col[None, :], LORA)
         y += tl.reshape(added, [TILE_OUT])
     if bias_ptr is not None:
         y += bias.to(tl.float32)

@@ -22,7 +22,7 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows
 from mrv1.kernels.layers.linear_splits import empty_sums
-from mrv1.kernels.layers.lora_values import LoraPointers, adapter_values
+from mrv1.kernels.layers.lora_values import adapter_values
 from mrv1.kernels.layers.silu import gated
 from mrv1.kernels.layers.sum_order import CHAIN_IN, SumOrder
 
@@ -34,19 +34,14 @@ LARGE = 2**23
 class TileConfig:
     """How weights and tokens are cut into programs, and a program's inputs into steps."""
 
-    tile_tokens: int
-    """Tokens of one program."""
+    tile_tokens: int  # tokens of one program
     tile_rows: int
     """Rows of weights of one program: one result per token each, or half gates and half ups."""
-    tile_in: int
-    """Inputs of one step."""
-    splits: int
-    """Programs that share a tile's inputs."""
-    early_steps: int
-    """Steps whose weights are loaded before the previous kernel has ended."""
+    tile_in: int  # inputs of one step
+    splits: int  # programs that share a tile's inputs
+    early_steps: int  # steps whose weights are loaded before the previous kernel has ended
     num_warps: int
-    num_stages: int
-    """Depth of the pipeline of the other steps."""
+    num_stages: int  # depth of the pipeline of the other steps
     next_starts_at_once: bool = True
     """Whether the next kernel's programs may start together with these, or only when the previous
     kernel is done: with many tokens, early loads of the next kernel delay x."""
@@ -345,11 +340,7 @@ def _linear_tile_kernel(
     EARLY_STEPS: tl.constexpr,  # at most those of a part
     NUM_STAGES: tl.constexpr, NEXT_AT_ONCE: tl.constexpr, CHAIN_STEPS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None, slots_ptr=None, ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
-    THIRD_PART: tl.constexpr = 0,
+    lora=None, LORA: tl.constexpr = None,  # adapters: LoraPointers, LoraConstants; None = none
 ):  # fmt: skip
     """Grid (token tiles * splits * row tiles,); token tiles vary fastest to share weights."""
     IS_EXACT: tl.constexpr = PART_IN % TILE_IN == 0 and SPLITS * PARTS * PART_IN == IN
@@ -388,23 +379,16 @@ def _linear_tile_kernel(
         sums_ptr += (split * num_tokens + token) * num_out + col
         tl.store(sums_ptr, y, mask=inside)
     else:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
         if GATED:
             halves = tl.permute(tl.reshape(y, [TILE_TOKENS, 2, TILE_OUT]), (0, 2, 1))
             y, up_y = tl.split(halves)
-            if b_ptr is not None:
-                up_y += adapter_values(
-                    lora, token, is_token, LORA_ROWS // 2 + col, LORA_ROWS, LORA_PARTS, MAX_RANK,
-                    LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-                )  # fmt: skip
+            if lora is not None:
+                up_y += adapter_values(lora, token, is_token, LORA.ROWS // 2 + col, LORA)
             if bias_ptr is not None:
                 up_bias = tl.load(bias_ptr + num_out + col, mask=col < num_out, other=0.0)
                 up_y += up_bias.to(tl.float32)
-        if b_ptr is not None:
-            y += adapter_values(
-                lora, token, is_token, col, LORA_ROWS, LORA_PARTS, MAX_RANK,
-                LORA_SPLITS, AT_ONCE, SECOND_PART, THIRD_PART,
-            )  # fmt: skip
+        if lora is not None:
+            y += adapter_values(lora, token, is_token, col, LORA)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + col, mask=col < num_out, other=0.0).to(tl.float32)
         if GATED:

@@ -14,12 +14,7 @@ import torch
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall, Rows, normed
-from mrv1.kernels.layers.lora_values import (
-    MOST_OF_VECTOR,
-    LoraPointers,
-    load_columns,
-    vector_values,
-)
+from mrv1.kernels.layers.lora_values import MOST_OF_VECTOR, load_columns, vector_values
 from mrv1.kernels.layers.silu import gated
 
 
@@ -27,14 +22,11 @@ from mrv1.kernels.layers.silu import gated
 class VectorConfig:
     """How the rows of weights are cut into programs, and a row into chunks."""
 
-    tile_rows: int
-    """Pairs of rows of one program: one pair per warp."""
-    tile_in: int
-    """Inputs of one chunk, which a warp loads at once."""
+    tile_rows: int  # pairs of rows of one program: one pair per warp
+    tile_in: int  # inputs of one chunk, which a warp loads at once
     early_chunks: int
     """Chunks whose weights are loaded into registers before the previous kernel has ended."""
-    late_chunks: int
-    """Number of other chunks that are loaded together."""
+    late_chunks: int  # number of other chunks that are loaded together
     num_warps: int
 
     @classmethod
@@ -127,11 +119,7 @@ def _linear_vector_kernel(
     EARLY_CHUNKS: tl.constexpr,  # at most NUM_CHUNKS
     LATE_CHUNKS: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
-    shrunk_ptr=None,  # adapters, with the constants below: see LoraPointers; None = none
-    b_ptr=None, slots_ptr=None, ranks_ptr=None,
-    LORA_ROWS: tl.constexpr = 0, LORA_PARTS: tl.constexpr = 0, MAX_RANK: tl.constexpr = 0,
-    LORA_SPLITS: tl.constexpr = 1, AT_ONCE: tl.constexpr = 0, SECOND_PART: tl.constexpr = 0,
-    THIRD_PART: tl.constexpr = 0,
+    lora=None, LORA: tl.constexpr = None,  # adapters: LoraPointers, LoraConstants; None = none
 ):  # fmt: skip
     """Grid (cdiv(rows of weights, 2 * TILE_ROWS),): TILE_ROWS pairs of rows, one per warp.
 
@@ -158,23 +146,9 @@ def _linear_vector_kernel(
     if bias_ptr is not None:
         first_bias = tl.load(bias_ptr + first, mask=is_first, other=0.0).to(tl.float32)
         second_bias = tl.load(bias_ptr + second, mask=is_second, other=0.0).to(tl.float32)
-    if b_ptr is not None:
-        lora = LoraPointers(shrunk_ptr, b_ptr, slots_ptr, ranks_ptr)
-        first_columns = load_columns(
-            lora,
-            first,
-            is_first,
-            LORA_ROWS,
-            LORA_PARTS,
-            MAX_RANK,
-            AT_ONCE,
-            SECOND_PART,
-            THIRD_PART,
-        )
-        second_columns = load_columns(
-            lora, second, is_second, LORA_ROWS, LORA_PARTS, MAX_RANK, AT_ONCE, SECOND_PART,
-            THIRD_PART,
-        )  # fmt: skip
+    if lora is not None:
+        first_columns = load_columns(lora, first, is_first, LORA)
+        second_columns = load_columns(lora, second, is_second, LORA)
     wait_for_previous(OVERLAP)
 
     vector = Rows(x_ptr + every, always)
@@ -207,15 +181,9 @@ def _linear_vector_kernel(
 
     y = tl.sum(first_y, axis=1, keep_dims=True)
     second_y = tl.sum(second_y, axis=1, keep_dims=True)
-    if b_ptr is not None:
-        y += vector_values(
-            lora, first_columns, first, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
-            SECOND_PART, THIRD_PART,
-        )  # fmt: skip
-        second_y += vector_values(
-            lora, second_columns, second, LORA_ROWS, LORA_PARTS, MAX_RANK, LORA_SPLITS, AT_ONCE,
-            SECOND_PART, THIRD_PART,
-        )  # fmt: skip
+    if lora is not None:
+        y += vector_values(lora, first_columns, first, LORA)
+        second_y += vector_values(lora, second_columns, second, LORA)
     if bias_ptr is not None:
         y += first_bias
         second_y += second_bias
@@ -236,7 +204,9 @@ def multiply_vector(call: LinearCall, config: VectorConfig) -> None:
     num_rows = call.weight.shape[0]
     lora = call.lora_arguments(config.tile_rows, config.num_warps)
     if lora:
-        lora["AT_ONCE"] = min(MOST_OF_VECTOR, triton.next_power_of_2(lora["MAX_RANK"]))
+        constants = lora["LORA"]
+        at_once = min(MOST_OF_VECTOR, triton.next_power_of_2(constants.MAX_RANK))
+        lora["LORA"] = constants._replace(AT_ONCE=at_once)
     _linear_vector_kernel[(triton.cdiv(num_rows, 2 * config.tile_rows),)](
         call.out, call.residual, call.x, call.weight,
         call.bias, call.norm_weight, call.eps, call.num_out,

@@ -20,18 +20,33 @@ as many, ptxas spills registers of the largest tiles of ``linear`` (sm_90, trito
 
 
 class LoraPointers(NamedTuple):
-    """The adapters of a weight, for tokens whose inputs ``shrink_adapters`` has multiplied."""
+    """The adapters of a weight, for tokens whose inputs ``shrink_adapters`` has multiplied.
 
-    shrunk_ptr: tl.tensor  # [tokens, PARTS * MAX_RANK, SPLITS] float32
-    b_ptr: tl.tensor  # [slots, MAX_RANK, rows of the weight]
-    slots_ptr: tl.tensor  # [tokens] int32, -1 = none
-    ranks_ptr: tl.tensor  # [slots, PARTS] int32
+    Tensors at a launch, pointers in kernels.
+    """
+
+    shrunk_ptr: Any  # [tokens, PARTS * MAX_RANK, SPLITS] float32
+    b_ptr: Any  # [slots, MAX_RANK, rows of the weight]
+    slots_ptr: Any  # [tokens] int32, -1 = none
+    ranks_ptr: Any  # [slots, PARTS] int32
+
+
+class LoraConstants(NamedTuple):
+    """What kernels are compiled for: the form of the matrices, and how they are read."""
+
+    ROWS: int  # of the weight
+    PARTS: int
+    MAX_RANK: int
+    SPLITS: int  # parts of the inputs whose sums are apart
+    AT_ONCE: int  # ranks that are loaded at once
+    SECOND_PART: int  # its first row, or ROWS
+    THIRD_PART: int
 
 
 @triton.jit
-def part_of(row, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr):
+def part_of(row, LORA: tl.constexpr):
     """Return the part of each row of a weight."""
-    return (row >= SECOND_PART).to(tl.int32) + (row >= THIRD_PART).to(tl.int32)
+    return (row >= LORA.SECOND_PART).to(tl.int32) + (row >= LORA.THIRD_PART).to(tl.int32)
 
 
 @triton.jit
@@ -55,16 +70,15 @@ def sum_of_parts(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _part_values(
-    lora, token, slot, row, is_row, part, ROWS: tl.constexpr, PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+def _part_values(lora, token, slot, row, is_row, part, LORA: tl.constexpr):
     """Return what adapters add at rows of one part; a row that is not one has no meaning."""
-    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=slot >= 0, other=0)
-    first_value = (token.to(tl.int64) * PARTS + part) * MAX_RANK
+    SPLITS: tl.constexpr = LORA.SPLITS
+    AT_ONCE: tl.constexpr = LORA.AT_ONCE
+    rank = tl.load(lora.ranks_ptr + slot * LORA.PARTS + part, mask=slot >= 0, other=0)
+    first_value = (token.to(tl.int64) * LORA.PARTS + part) * LORA.MAX_RANK
     shrunk_ptr = lora.shrunk_ptr + first_value * SPLITS
     shrunk_ptr = tl.expand_dims(shrunk_ptr, 2) + tl.arange(0, SPLITS)[None, None, :]
-    b_ptr = lora.b_ptr + slot * (MAX_RANK * ROWS) + row
+    b_ptr = lora.b_ptr + slot * (LORA.MAX_RANK * LORA.ROWS) + row
     added = tl.zeros((slot >= row).shape, tl.float32)
     for first in range(0, tl.max(rank), AT_ONCE):  # no iteration where no token has an adapter
         shrunks = ()
@@ -74,7 +88,7 @@ def _part_values(
             splits = tl.load(
                 shrunk_ptr + (first + index) * SPLITS, mask=tl.expand_dims(is_rank, 2), other=0.0
             )
-            column = tl.load(b_ptr + (first + index) * ROWS, mask=is_rank & is_row, other=0.0)
+            column = tl.load(b_ptr + (first + index) * LORA.ROWS, mask=is_rank & is_row, other=0.0)
             shrunks += (splits,)  # type: ignore[assignment]
             columns += (column,)  # type: ignore[assignment]
         for index in tl.static_range(AT_ONCE):
@@ -87,11 +101,7 @@ def _part_values(
 
 
 @triton.jit
-def adapter_values(
-    lora, token, is_token, row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, SECOND_PART: tl.constexpr,
-    THIRD_PART: tl.constexpr,
-):  # fmt: skip
+def adapter_values(lora, token, is_token, row, LORA: tl.constexpr):
     """Return what adapters add at tokens and rows of a weight, in float32, before any bias.
 
     ``token`` and ``row`` are broadcast to the tile, such as [tokens, 1] and [1, rows]; what is
@@ -100,18 +110,14 @@ def adapter_values(
     kernel and tile: its bits follow from its token and row alone.
     """
     slot = tl.load(lora.slots_ptr + token, mask=is_token, other=-1).to(tl.int64)
-    if PARTS == 1:
-        added = _part_values(
-            lora, token, slot, row, row < ROWS, 0, ROWS, PARTS, MAX_RANK, SPLITS, AT_ONCE
-        )
+    if LORA.PARTS == 1:
+        added = _part_values(lora, token, slot, row, row < LORA.ROWS, 0, LORA)
     else:
-        part = part_of(row, SECOND_PART, THIRD_PART)
+        part = part_of(row, LORA)
         added = tl.zeros((slot >= row).shape, tl.float32)
         for each in range(tl.min(part), tl.max(part) + 1):  # mostly one
-            values = _part_values(
-                lora, token, slot, row, (row < ROWS) & (part == each), each, ROWS, PARTS,
-                MAX_RANK, SPLITS, AT_ONCE,
-            )  # fmt: skip
+            is_own = (row < LORA.ROWS) & (part == each)
+            values = _part_values(lora, token, slot, row, is_own, each, LORA)
             added = tl.where(part == each, values, added)
     return added
 
@@ -119,23 +125,22 @@ def adapter_values(
 class Columns(NamedTuple):
     """B of the one token's adapter at [rows, 1] rows."""
 
-    first: tl.tensor  # [rows, RANKS], the first ranks
+    first: tl.tensor  # [rows, AT_ONCE], the first ranks
     rank: tl.tensor  # [rows, 1] of the row's part, 0 = no adapter
     slot: tl.tensor
 
 
 @triton.jit
-def _load_ranks(lora, slot, rank, row, first, ROWS, MAX_RANK: tl.constexpr, RANKS: tl.constexpr):
-    index = first + tl.arange(0, RANKS)[None, :]
-    b_ptr = lora.b_ptr + (slot * MAX_RANK + index) * ROWS + row
+def _load_ranks(lora, slot, rank, row, first, LORA: tl.constexpr):
+    index = first + tl.arange(0, LORA.AT_ONCE)[None, :]
+    b_ptr = lora.b_ptr + (slot * LORA.MAX_RANK + index) * LORA.ROWS + row
     return tl.load(b_ptr, mask=index < rank, other=0.0)
 
 
 @triton.jit
-def _vector_part(
-    lora, b, rank, first_value, first, SPLITS: tl.constexpr, RANKS: tl.constexpr
-):  # fmt: skip
-    index = first + tl.arange(0, RANKS)[None, :]
+def _vector_part(lora, b, rank, first_value, first, LORA: tl.constexpr):
+    SPLITS: tl.constexpr = LORA.SPLITS
+    index = first + tl.arange(0, LORA.AT_ONCE)[None, :]
     ptr = tl.expand_dims(lora.shrunk_ptr + (first_value + index) * SPLITS, 2)
     splits = tl.load(
         ptr + tl.arange(0, SPLITS)[None, None, :], mask=tl.expand_dims(index < rank, 2), other=0.0
@@ -144,36 +149,29 @@ def _vector_part(
 
 
 @triton.jit
-def load_columns(
-    lora, row, is_row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    RANKS: tl.constexpr, SECOND_PART: tl.constexpr, THIRD_PART: tl.constexpr,
-):  # fmt: skip
-    """Return B of the adapter of a step's one token, at ``row``, [rows, 1]: RANKS ranks of it.
+def load_columns(lora, row, is_row, LORA: tl.constexpr):
+    """Return B of the adapter of a step's one token, at ``row``, [rows, 1]: AT_ONCE ranks of it.
 
     Each lane of a warp loads another rank: a row has few ranks, and a warp has few rows.
     """
     slot = tl.load(lora.slots_ptr).to(tl.int64)
-    part = part_of(row, SECOND_PART, THIRD_PART)
-    rank = tl.load(lora.ranks_ptr + slot * PARTS + part, mask=(slot >= 0) & is_row, other=0)
-    first = _load_ranks(lora, slot, rank, row, 0, ROWS, MAX_RANK, RANKS)
+    part = part_of(row, LORA)
+    rank = tl.load(lora.ranks_ptr + slot * LORA.PARTS + part, mask=(slot >= 0) & is_row, other=0)
+    first = _load_ranks(lora, slot, rank, row, 0, LORA)
     return Columns(first, rank, slot)
 
 
 @triton.jit
-def vector_values(
-    lora, columns, row, ROWS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, SECOND_PART: tl.constexpr,
-    THIRD_PART: tl.constexpr,
-):  # fmt: skip
+def vector_values(lora, columns, row, LORA: tl.constexpr):
     """Return what the adapter of a step's one token adds at ``row``, as ``load_columns`` got it.
 
-    RANKS ranks are summed as a tree.
+    AT_ONCE ranks are summed as a tree.
     """
-    first_value = part_of(row, SECOND_PART, THIRD_PART) * MAX_RANK
-    added = _vector_part(lora, columns.first, columns.rank, first_value, 0, SPLITS, RANKS)
-    for first in range(RANKS, MAX_RANK, RANKS):
-        b = _load_ranks(lora, columns.slot, columns.rank, row, first, ROWS, MAX_RANK, RANKS)
-        added += _vector_part(lora, b, columns.rank, first_value, first, SPLITS, RANKS)
+    first_value = part_of(row, LORA) * LORA.MAX_RANK
+    added = _vector_part(lora, columns.first, columns.rank, first_value, 0, LORA)
+    for first in range(LORA.AT_ONCE, LORA.MAX_RANK, LORA.AT_ONCE):
+        b = _load_ranks(lora, columns.slot, columns.rank, row, first, LORA)
+        added += _vector_part(lora, b, columns.rank, first_value, first, LORA)
     return added
 
 
@@ -195,16 +193,10 @@ def lora_arguments(
         return {}
     matrices, num_rows = adapters.matrices, sum(adapters.matrices.part_rows)
     starts = (*matrices.part_starts, num_rows, num_rows)
-    return {
-        "shrunk_ptr": shrunk,
-        "b_ptr": matrices.b,
-        "slots_ptr": adapters.slots,
-        "ranks_ptr": matrices.ranks,
-        "LORA_ROWS": num_rows,
-        "LORA_PARTS": len(matrices.part_rows),
-        "MAX_RANK": matrices.max_rank,
-        "LORA_SPLITS": shrunk.shape[2] if shrunk.dim() == 3 else 1,
-        "AT_ONCE": ranks_at_once(matrices.max_rank, tile, num_warps),
-        "SECOND_PART": starts[1],
-        "THIRD_PART": starts[2],
-    }
+    constants = LoraConstants(
+        num_rows, len(matrices.part_rows), matrices.max_rank,
+        shrunk.shape[2] if shrunk.dim() == 3 else 1,
+        ranks_at_once(matrices.max_rank, tile, num_warps), *starts[1:3],
+    )  # fmt: skip
+    pointers = LoraPointers(shrunk, matrices.b, adapters.slots, matrices.ranks)
+    return {"lora": pointers, "LORA": constants}
