@@ -10,8 +10,7 @@ from mrv1.kernels.cache.quarter_write import (
     QuarterWriteConfig,
     _list_quarters_kernel,
     _mark_tokens_kernel,
-    _write_compared_kernel,
-    _write_listed_kernel,
+    _write_quarters_kernel,
 )
 from mrv1.testing.aot import AotCase, Target, pointer
 from tests.compile.cases_attention import NUM_KV_HEADS, _caches, _fp8, _name
@@ -47,20 +46,20 @@ def _write(
     listed = (pointer(torch.int32), pointer(torch.int64), pointer(torch.int32))
     return AotCase(
         name=_name("quarter_write", dtype, head_dim, f"block{block_size}_{how}"),
-        kernel=_write_compared_kernel if config.compares else _write_listed_kernel,
+        kernel=_write_quarters_kernel,
         args=(
             *_caches(dtype, fp8),
             *(data, qkv_row, head_dim),
             *(data, qkv_row, head_dim),
             *_slots(head_dim),
-            *(() if config.compares else listed),
+            *((None, None, None) if config.compares else listed),
         ),
         constexprs={
             "NUM_KV_HEADS": NUM_KV_HEADS,
             "HEAD_DIM": head_dim,
             "BLOCK_SIZE": block_size,
             "TILE_ROWS": config.tile_rows,
-            **({"TILE_SLOTS": config.tile_slots} if config.compares else {}),
+            "TILE_SLOTS": config.tile_slots,
             **fp8,
         },
         num_warps=config.num_warps,

@@ -294,7 +294,7 @@ def _write_rows(
 
 
 @triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
-def _write_compared_kernel(
+def _write_quarters_kernel(
     k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
     k_scale_ptr, v_scale_ptr,  # float32, flat
     scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
@@ -305,75 +305,58 @@ def _write_compared_kernel(
     head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
     token_stride,  # in elements
     num_tokens,
+    counts_ptr,  # [groups] int32, quarters in each group's list; or None = programs compare slots
+    first_slots_ptr,  # [groups, num_tokens] int64, first slot of each quarter; or None
+    members_ptr,  # [groups, num_tokens, TOKENS] int32, its new tokens, -1 = not new; or None
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_SLOTS: tl.constexpr,
     CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # per head
 ):  # fmt: skip
-    """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): a program writes quarters it owns."""
-    TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    token = row // NUM_KV_HEADS
-    head = (row % NUM_KV_HEADS).to(tl.int64)
-    in_range = token < num_tokens
-    group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
-    slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
-    slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
-    slot = tl.load(slot_ptr, mask=in_range, other=-1)
-    first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
-    slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
-    member = _compared_members(slots, token, slot, first_slot, TOKENS, TILE_SLOTS)
-    last_member = tl.max(member, axis=1)
-    if tl.max(last_member, axis=0) < 0:
-        return
-    is_owned = last_member >= 0
-    _write_rows(
-        PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride),
-        PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
-        Vectors(key_ptr, stride_key_token, stride_key_head),
-        Vectors(value_ptr, stride_value_token, stride_value_head),
-        head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
-    )  # fmt: skip
+    """Grid (cdiv(num_tokens * NUM_KV_HEADS, TILE_ROWS),): a program writes quarters it owns.
 
-
-@triton.jit(do_not_specialize=["stride_slot_group", "num_tokens"])
-def _write_listed_kernel(
-    k_cache_ptr, v_cache_ptr,  # one layer's keys and values, flat
-    k_scale_ptr, v_scale_ptr,  # float32, flat
-    scale_base_ptr, scale_block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
-    key_ptr, stride_key_token, stride_key_head,  # [tokens, heads, HEAD_DIM], unit last stride
-    value_ptr, stride_value_token, stride_value_head,  # likewise
-    slot_mapping_ptr, stride_slot_group, stride_slot_token,  # [groups, tokens] int64, < 0 = skip
-    group_of_head_ptr,  # [NUM_KV_HEADS] int32
-    head_base_ptr, block_stride_ptr,  # [NUM_KV_HEADS] int64, in elements
-    token_stride,  # in elements
-    num_tokens,
-    counts_ptr,  # [groups] int32, quarters in each group's list
-    first_slots_ptr,  # [groups, num_tokens] int64, first slot of each quarter
-    members_ptr,  # [groups, num_tokens, TOKENS] int32, its new tokens, -1 = not new
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, CODEC: tl.constexpr, SCALES_PER_BLOCK: tl.constexpr,  # per head
-):  # fmt: skip
-    """Grid (any number, NUM_KV_HEADS): the programs of a head share the quarters of its group."""
+    With lists (any number, NUM_KV_HEADS): the programs of a head share its group's quarters.
+    """
     TOKENS: tl.constexpr = BLOCK_SIZE // SCALES_PER_BLOCK
-    head = tl.full([TILE_ROWS], tl.program_id(1), tl.int64)
-    group = tl.load(group_of_head_ptr + tl.program_id(1)).to(tl.int64)
-    count = tl.load(counts_ptr + group)
-    position = tl.arange(0, TOKENS)[None, :]
-    first, step = tl.program_id(0) * TILE_ROWS, tl.num_programs(0) * TILE_ROWS
-    for begin in range(first, count, step):
-        quarter = begin + tl.arange(0, TILE_ROWS)
-        is_owned = quarter < count
-        index = group * num_tokens + quarter
-        first_slot = tl.load(first_slots_ptr + index, mask=is_owned, other=0)
-        member_ptr = members_ptr + index[:, None] * TOKENS + position
-        member = tl.load(member_ptr, mask=is_owned[:, None], other=-1)
+    pages = PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride)
+    scales = PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1)
+    key = Vectors(key_ptr, stride_key_token, stride_key_head)
+    value = Vectors(value_ptr, stride_value_token, stride_value_head)
+    if counts_ptr is None:
+        row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        token = row // NUM_KV_HEADS
+        head = (row % NUM_KV_HEADS).to(tl.int64)
+        in_range = token < num_tokens
+        group = tl.load(group_of_head_ptr + head, mask=in_range, other=0).to(tl.int64)
+        slot_row_ptr = slot_mapping_ptr + group * stride_slot_group
+        slot_ptr = slot_row_ptr + token.to(tl.int64) * stride_slot_token
+        slot = tl.load(slot_ptr, mask=in_range, other=-1)
+        first_slot = tl.where(slot >= 0, slot // TOKENS * TOKENS, 0)
+        slots = Slots(slot_row_ptr, stride_slot_token, num_tokens)
+        member = _compared_members(slots, token, slot, first_slot, TOKENS, TILE_SLOTS)
+        last_member = tl.max(member, axis=1)
+        if tl.max(last_member, axis=0) < 0:
+            return
         _write_rows(
-            PagedKV(k_cache_ptr, v_cache_ptr, head_base_ptr, block_stride_ptr, token_stride),
-            PagedKV(k_scale_ptr, v_scale_ptr, scale_base_ptr, scale_block_stride_ptr, 1),
-            Vectors(key_ptr, stride_key_token, stride_key_head),
-            Vectors(value_ptr, stride_value_token, stride_value_head),
-            head, first_slot, member, is_owned, HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
+            pages, scales, key, value, head, first_slot, member, last_member >= 0,
+            HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
         )  # fmt: skip
+    else:
+        head = tl.full([TILE_ROWS], tl.program_id(1), tl.int64)
+        group = tl.load(group_of_head_ptr + tl.program_id(1)).to(tl.int64)
+        count = tl.load(counts_ptr + group)
+        position = tl.arange(0, TOKENS)[None, :]
+        first, step = tl.program_id(0) * TILE_ROWS, tl.num_programs(0) * TILE_ROWS
+        for begin in range(first, count, step):
+            quarter = begin + tl.arange(0, TILE_ROWS)
+            is_owned = quarter < count
+            index = group * num_tokens + quarter
+            first_slot = tl.load(first_slots_ptr + index, mask=is_owned, other=0)
+            member_ptr = members_ptr + index[:, None] * TOKENS + position
+            member = tl.load(member_ptr, mask=is_owned[:, None], other=-1)
+            _write_rows(
+                pages, scales, key, value, head, first_slot, member, is_owned,
+                HEAD_DIM, BLOCK_SIZE, TOKENS, CODEC,
+            )  # fmt: skip
 
 
 def write_quarters(
@@ -391,26 +374,19 @@ def write_quarters(
         return
     quarter_tokens = layout.block_size // QUARTERS
     config = QuarterWriteConfig.default_for(num_tokens, quarter_tokens * layout.head_dim)
-    slots = slot_arguments(slot_mapping, layout)
-    arguments = (
-        *cache_arguments(k_cache, v_cache, scales), *with_strides(key), *with_strides(value),
-        *slots, num_tokens,
-    )  # fmt: skip
-    options = {
-        **layout_constexprs(layout), **codec_constexprs(scales, layout, key.device),
-        "TILE_ROWS": config.tile_rows, "num_warps": config.num_warps,
-    }  # fmt: skip
     if config.compares:
-        num_programs = triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows)
-        _write_compared_kernel[(num_programs,)](
-            *arguments, TILE_SLOTS=config.tile_slots, **options
-        )
-        return
-    num_programs = config.programs_per_sm * device_info(key.device).num_sms
-    lists = _list_quarters(k_cache, slot_mapping, layout, quarter_tokens, config)
-    _write_listed_kernel[(max(1, num_programs // layout.num_kv_heads), layout.num_kv_heads)](
-        *arguments, *lists, **options
-    )
+        lists: tuple[torch.Tensor | None, ...] = (None, None, None)
+        grid: tuple[int, ...] = (triton.cdiv(num_tokens * layout.num_kv_heads, config.tile_rows),)
+    else:
+        lists = _list_quarters(k_cache, slot_mapping, layout, quarter_tokens, config)
+        num_programs = config.programs_per_sm * device_info(key.device).num_sms
+        grid = (max(1, num_programs // layout.num_kv_heads), layout.num_kv_heads)
+    _write_quarters_kernel[grid](
+        *cache_arguments(k_cache, v_cache, scales), *with_strides(key), *with_strides(value),
+        *slot_arguments(slot_mapping, layout), num_tokens, *lists,
+        **layout_constexprs(layout), **codec_constexprs(scales, layout, key.device),
+        TILE_ROWS=config.tile_rows, TILE_SLOTS=config.tile_slots, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 def _list_quarters(
