@@ -10,7 +10,7 @@ from mrv1.kernels.layers.embed_tokens import _embed_tokens_kernel
 from mrv1.kernels.step.fetch_upload import TILE_WORDS, _fetch_upload_kernel
 from mrv1.kernels.step.gather_tokens import GatherTokensConfig, _gather_tokens_kernel
 from mrv1.kernels.step.post_update import PostUpdateConfig, _post_update_kernel
-from mrv1.kernels.step.scatter_segments import ScatterSegmentsConfig, _scatter_segments_kernel
+from mrv1.kernels.step.scatter_segments import WORDS_IN_FLIGHT, _scatter_segments_kernel
 from mrv1.testing.aot import AotCase, Target, pointer
 
 INT32, INT64 = torch.int32, torch.int64
@@ -110,13 +110,12 @@ def _add_features(dtype: torch.dtype, hidden_size: int, overlap: bool) -> AotCas
 
 
 def _scatter_segments(overlap: bool) -> AotCase:
-    config = ScatterSegmentsConfig.default_for()
     return AotCase(
         name="scatter_segments",
         kernel=_scatter_segments_kernel,
         args=(pointer(INT32), pointer(INT32), pointer(INT32), pointer(INT32)),
-        constexprs={"OVERLAP": overlap, "TILE_WORDS": config.tile_words},
-        num_warps=config.num_warps,
+        constexprs={"OVERLAP": overlap, "TILE_WORDS": WORDS_IN_FLIGHT},
+        num_warps=4,
     )
 
 

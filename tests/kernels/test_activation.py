@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.layers.activation import SiluAndMulConfig
+from mrv1.kernels._base.triton import INTERPRET
+from mrv1.kernels.layers.activation import tile_for
 from tests.kernels.elementwise import (
     DTYPES,
     assert_gaps_untouched,
@@ -170,10 +171,8 @@ def test_empty_inputs_give_empty_outputs(device, shape):
     assert out.shape == (shape[0], shape[1] // 2)
 
 
-def test_configurations():
-    assert SiluAndMulConfig.default_for().tile_tokens == 1
-    cpu = SiluAndMulConfig.for_interpreter(1000, 3000)
-    assert cpu.tile_tokens * cpu.tile_cols == 2**18
+def test_tile():
+    assert tile_for(1000, 3000) == ((64, 4096) if INTERPRET else (1, 1024))
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mrv1 import kernels
 from mrv1.kernels import reference
-from mrv1.kernels.step.scatter_segments import ScatterSegmentsConfig
 from tests.kernels.elementwise import tiles
 
 pytestmark = [pytest.mark.interp, pytest.mark.gpu]
@@ -131,11 +130,6 @@ def test_a_segment_of_length_zero_or_less_writes_nothing(device, length):
     state = _state(10)
     segments = [(0, 0, length), (5, FILL, length)]
     assert _run(kernels, state, _staged(10), segments, 0, device) == state.tolist()
-
-
-def test_configurations():
-    assert ScatterSegmentsConfig.default_for().max_programs == 512
-    assert ScatterSegmentsConfig.for_interpreter().max_programs == 1
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,30 +44,16 @@ def _silu_and_mul_kernel(
     tl.store(out_ptr + token * stride_out_token + col, result.to(dtype), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class SiluAndMulConfig:
-    """How the activation is cut into programs."""
+def tile_for(num_tokens: int, num_cols: int) -> tuple[int, int]:
+    """Return the tokens and the output columns of one program.
 
-    tile_tokens: int
-    """Tokens of one program."""
-    tile_cols: int
-    """Output columns of one program."""
-    num_warps: int
-
-    @classmethod
-    def default_for(cls) -> SiluAndMulConfig:
-        """Return a GPU's configuration: eight elements per thread, in 16 bits one 16-byte load."""
-        return cls(tile_tokens=1, tile_cols=1024, num_warps=4)
-
-    @classmethod
-    def for_interpreter(cls, num_tokens: int, num_cols: int) -> SiluAndMulConfig:
-        """Return tiles of whole rows: one program for all rows, up to 2^18 elements."""
-        tile_cols = min(triton.next_power_of_2(num_cols), 2**18)
-        most = max(1, 2**18 // tile_cols)
-        return cls(min(triton.next_power_of_2(num_tokens), most), tile_cols, num_warps=1)
-
-
-_GPU_CONFIG = SiluAndMulConfig.default_for()
+    On a GPU a thread has eight elements, in 16 bits one 16-byte load; interpreted, a program has
+    whole rows, up to 2^18 elements.
+    """
+    if not INTERPRET:
+        return 1, 1024
+    tile_cols = min(triton.next_power_of_2(num_cols), 2**18)
+    return min(triton.next_power_of_2(num_tokens), max(1, 2**18 // tile_cols)), tile_cols
 
 
 def silu_and_mul(x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,11 +103,11 @@ def _activate(x: torch.Tensor, out: torch.Tensor | None, kind: Activation) -> to
         check("out", out, shape=(num_tokens, num_cols), unit_last_stride=True)
     if out.numel() == 0:
         return out
-    config = SiluAndMulConfig.for_interpreter(num_tokens, num_cols) if INTERPRET else _GPU_CONFIG
-    grid = (triton.cdiv(num_tokens, config.tile_tokens), triton.cdiv(num_cols, config.tile_cols))
+    tile_tokens, tile_cols = tile_for(num_tokens, num_cols)
+    grid = (triton.cdiv(num_tokens, tile_tokens), triton.cdiv(num_cols, tile_cols))
     _silu_and_mul_kernel[grid](
         *with_strides(out, 1), *with_strides(x, 1), num_tokens, num_cols,
-        GATED=GATES[kind], TILE_TOKENS=config.tile_tokens, TILE_COLS=config.tile_cols,
-        num_warps=config.num_warps, **overlap_options(x.device),
+        GATED=GATES[kind], TILE_TOKENS=tile_tokens, TILE_COLS=tile_cols, num_warps=4,
+        **overlap_options(x.device),
     )  # fmt: skip
     return out

@@ -11,7 +11,6 @@ words, not the segments of decode attention.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,14 @@ import torch
 from mrv1.kernels._base.checks import check_launchable, check_tensor
 from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options, wait_for_previous
 from mrv1.kernels._base.triton import INTERPRET, tl, triton
+
+MAX_PROGRAMS = 1 if INTERPRET else 512
+"""Programs of a launch, at most. On an H200, 512 segments of one word take 1.6 us in 512 programs
+and 2.8 us in 128; no segments take 0.9 and 0.8 us."""
+
+WORDS_IN_FLIGHT = 1024
+"""Of a program. More take a third less time for a prompt of thousands of
+words, but slow down every short segment."""
 
 
 @triton.jit(
@@ -49,34 +56,6 @@ def _scatter_segments_kernel(
             tl.store(state_ptr + dst + word, value, mask=in_segment)
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterSegmentsConfig:
-    """How the segments are divided among programs."""
-
-    max_programs: int
-    tile_words: int
-    """Words that one program has in flight."""
-    num_warps: int
-
-    @classmethod
-    def default_for(cls) -> ScatterSegmentsConfig:
-        """Return the configuration for a GPU, for segments of a word or two and long prompts.
-
-        On an H200, 512 segments of one word take 1.6 us in 512 programs and 2.8 us in 128; no
-        segments take 0.9 and 0.8 us. Wider tiles take a third less time for a prompt of thousands
-        of words, but slow down every short segment.
-        """
-        return cls(max_programs=512, tile_words=1024, num_warps=4)
-
-    @classmethod
-    def for_interpreter(cls) -> ScatterSegmentsConfig:
-        """Return the configuration for the interpreter: one program for all segments."""
-        return cls(max_programs=1, tile_words=1024, num_warps=1)
-
-
-_GPU_CONFIG = ScatterSegmentsConfig.default_for()
-
-
 def scatter_segments(
     state: torch.Tensor, staged: torch.Tensor, segments: torch.Tensor, num_segments: torch.Tensor
 ) -> None:
@@ -105,10 +84,9 @@ def scatter_segments(
     max_segments = segments.shape[0]
     if max_segments == 0:
         return
-    config = ScatterSegmentsConfig.for_interpreter() if INTERPRET else _GPU_CONFIG
-    _scatter_segments_kernel[(min(max_segments, config.max_programs),)](
+    _scatter_segments_kernel[(min(max_segments, MAX_PROGRAMS),)](
         *(state, staged, segments, num_segments),
-        TILE_WORDS=config.tile_words,
-        num_warps=config.num_warps,
+        TILE_WORDS=WORDS_IN_FLIGHT,
+        num_warps=4,
         **overlap_options(state.device),
     )
