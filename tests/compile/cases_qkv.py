@@ -66,6 +66,7 @@ def _write(
     data, int32, int64 = pointer(dtype), pointer(torch.int32), pointer(torch.int64)
     weight = (pointer(torch.float32) if wide_norm else data) if norm else None
     num_pairs = (rotary_dim or head_dim) // 2
+    quarter = num_pairs // 4
     flags = {"interleaved": interleaved, "mrope": mrope, "norm": norm, "wide": wide_norm}
     flags |= {"k_out": k_out, "mixes": mixes}
     details = [f"rope{rotary_dim}", *(name for name, given in flags.items() if given)]
@@ -91,9 +92,7 @@ def _write(
             "NUM_PAIRS": num_pairs,
             "INTERLEAVED": interleaved,
             "HADAMARD": hadamard_block(head_dim, rotary_dim) if mixes else 0,
-            "TIME_PAIRS": num_pairs - num_pairs // 4 * 2 if mrope else None,
-            "HEIGHT_PAIRS": num_pairs // 4 if mrope else None,
-            "WIDTH_PAIRS": num_pairs // 4 if mrope else None,
+            "SECTION": (num_pairs - 2 * quarter, quarter, quarter) if mrope else None,
             "MROPE_INTERLEAVED": mrope and norm,
             "GROUPS": mrope,
             "BLOCK_SIZE": BLOCK_SIZE,

@@ -220,8 +220,7 @@ def _qkv_cache_write_kernel(
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,  # HEAD_DIM / 2 without rope
     HADAMARD: tl.constexpr,  # channels of a block of the Hadamard matrix, 0 = none
-    TIME_PAIRS: tl.constexpr, HEIGHT_PAIRS: tl.constexpr,  # of M-RoPE; None = one position
-    WIDTH_PAIRS: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,
+    SECTION: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,  # of M-RoPE; None = one position
     GROUPS: tl.constexpr,  # whether there is more than one head group
     BLOCK_SIZE: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_HEADS: tl.constexpr,
     CODEC: tl.constexpr,  # None = no codes, see codes.py
@@ -251,13 +250,12 @@ def _qkv_cache_write_kernel(
     if positions_ptr is not None:
         position_ptr = positions_ptr + token
         is_turned = is_token & (not is_v)
-        if TIME_PAIRS is None:
+        if SECTION is None:
             position = tl.load(position_ptr, mask=is_turned, other=0)
         else:
             position = load_mrope_positions(
-                position_ptr, stride_positions_axis, pair, is_turned,
-                TIME_PAIRS, HEIGHT_PAIRS, WIDTH_PAIRS, MROPE_INTERLEAVED,
-            )  # fmt: skip
+                position_ptr, stride_positions_axis, pair, is_turned, SECTION, MROPE_INTERLEAVED
+            )
     first_tile = tl.where(is_v, NUM_Q_TILES + NUM_KV_TILES, tl.where(is_q, 0, NUM_Q_TILES))
     first_head = tl.where(is_v, NUM_Q_HEADS + NUM_KV_HEADS, tl.where(is_q, 0, NUM_Q_HEADS))
     head = (tile - first_tile) * TILE_HEADS + tl.arange(0, TILE_HEADS)[None, :, None]
@@ -393,23 +391,15 @@ def qkv_cache_write(
         scales: the scales of a cache of codes, else None, as ``kv_cache_write`` takes them. Per
             quarter, the store is a launch of its own, and ``k_out`` is allocated if omitted.
 
-    Returns:
-        ``q_out``.
-
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, arguments that contradict each other, or a
-            head dimension without a kernel.
-        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        Cache bytes and scales equal those of ``kv_cache_write`` on ``k_out`` and on qkv's view of
-        v (tier A). q and k are rounded where ``rms_norm`` and ``apply_rope`` round, and once more
-        after the Hadamard matrix, whose sums are fp32; only the norm's sum of squares may be
-        added in another order. Tier B; k within two bf16 units in the last place of the oracle.
-
-    Stream:
-        One launch on the current stream, and those of ``kv_cache_write`` with a scale per
+    Numerics: cache bytes and scales equal those of ``kv_cache_write`` on ``k_out`` and on qkv's
+        view of v (tier A). q and k are rounded where ``rms_norm`` and ``apply_rope`` round, and
+        once more after the Hadamard matrix, whose sums are fp32; only the norm's sum of squares
+        may be added in another order. Tier B; k within two bf16 units in the last place of the
+        oracle.
+    Stream: one launch on the current stream, and those of ``kv_cache_write`` with a scale per
         quarter; no synchronisation, CUDA-graph safe.
     """
     heads = check_qkv(
@@ -457,11 +447,9 @@ def qkv_cache_write(
 
 def _rope_constexprs(rope: Rope | None, head_dim: int) -> dict[str, object]:
     """Return the constexprs of the rotation; without ``rope`` a head is all pairs."""
-    sections = None if rope is None else rope.mrope_section
-    time, height, width = sections or (None, None, None)
     return {
         "NUM_PAIRS": head_dim // 2 if rope is None else rope.cos_sin.shape[1] // 2,
         "INTERLEAVED": rope is not None and rope.interleaved,
-        "TIME_PAIRS": time, "HEIGHT_PAIRS": height, "WIDTH_PAIRS": width,
+        "SECTION": None if rope is None else rope.mrope_section,
         "MROPE_INTERLEAVED": rope is not None and rope.mrope_interleaved,
-    }  # fmt: skip
+    }

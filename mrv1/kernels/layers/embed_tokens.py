@@ -41,8 +41,7 @@ def _embed_tokens_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_HIDDEN: tl.constexpr,  # power of two >= hidden_size
     TILE_ROTARY: tl.constexpr,  # power of two >= rotary_dim
-    TIME_PAIRS: tl.constexpr,  # M-RoPE's section sizes; None = one position
-    HEIGHT_PAIRS: tl.constexpr, WIDTH_PAIRS: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,
+    SECTION: tl.constexpr, MROPE_INTERLEAVED: tl.constexpr,  # of M-RoPE; None = one position
     SCALES_FEATURES: tl.constexpr,
     OVERLAP: tl.constexpr,  # see dependent_launch
 ):  # fmt: skip
@@ -53,19 +52,14 @@ def _embed_tokens_kernel(
     is_token = token < num_tokens
     token_id = tl.load(input_ids_ptr + token, mask=is_token, other=0)
     angle_col = tl.arange(0, TILE_ROTARY)[None, :]
-    if TIME_PAIRS is None:
+    if SECTION is None:
         position = tl.load(positions_ptr + token, mask=is_token, other=0)
     else:
         position = load_mrope_positions(
-            positions_ptr + token,
-            stride_positions_axis,
-            angle_col % (TIME_PAIRS + HEIGHT_PAIRS + WIDTH_PAIRS),
-            is_token,
-            TIME_PAIRS,
-            HEIGHT_PAIRS,
-            WIDTH_PAIRS,
+            positions_ptr + token, stride_positions_axis,
+            angle_col % (SECTION[0] + SECTION[1] + SECTION[2]), is_token, SECTION,
             MROPE_INTERLEAVED,
-        )
+        )  # fmt: skip
     col = tl.arange(0, TILE_HIDDEN)[None, :]
     mask = is_token & (col < hidden_size)
     is_here, nothing = is_token, 0.0
@@ -148,7 +142,6 @@ def embed_tokens(
         check = partial(check_tensor, device=device, unit_last_stride=True)
         check("positions", positions, shape=(3, *input_ids.shape), dtype=torch.int64)
         check_mrope_section("mrope_section", mrope_section, cos_sin.shape[1] // 2)
-    time, height, width = mrope_section or (None, None, None)
     check_features(features, embed)
     hidden = embed.new_empty(input_ids.shape[0], embed.shape[1])
     angles = cos_sin.new_empty(input_ids.shape[0], cos_sin.shape[1])
@@ -160,8 +153,8 @@ def embed_tokens(
         *feature_arguments(features), first_id, embed.shape[0], scale,
         len(input_ids), embed.shape[1], cos_sin.shape[1],
         TILE_TOKENS=tile_tokens, TILE_HIDDEN=triton.next_power_of_2(embed.shape[1]),
-        TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]), TIME_PAIRS=time, HEIGHT_PAIRS=height,
-        WIDTH_PAIRS=width, MROPE_INTERLEAVED=mrope_interleaved, SCALES_FEATURES=scales_features,
+        TILE_ROTARY=triton.next_power_of_2(cos_sin.shape[1]), SECTION=mrope_section,
+        MROPE_INTERLEAVED=mrope_interleaved, SCALES_FEATURES=scales_features,
         num_warps=4, **overlap_options(device),
     )  # fmt: skip
     return hidden, angles
