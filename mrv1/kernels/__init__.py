@@ -41,33 +41,8 @@ from mrv1.kernels.step.contracts import SlotTables as SlotTables
 if TYPE_CHECKING:
     from mrv1.kernels.registry import *  # noqa: F403 - the launchers
 else:
-    __all__ = [
-        "Adapters",
-        "AllReduceBuffers",
-        "AppendedTokens",
-        "BadWords",
-        "ClampedSwiGLU",
-        "DecodePlan",
-        "FeatureRows",
-        "GatheredTokens",
-        "HeadRole",
-        "History",
-        "KVLayout",
-        "KVScales",
-        "LogitEdits",
-        "LoraMatrices",
-        "PageFormat",
-        "PrefillSplits",
-        "QKNorm",
-        "QuantizedWeight",
-        "RequestSlots",
-        "Rope",
-        "Routing",
-        "SlotTables",
-        "TopLogprobs",
-        "reference",
-    ]
-    __all__.extend(MODULE_OF_OP)
+    _types = [name for name in globals() if name[0].isupper() and not name.isupper()]
+    __all__ = [*_types, "reference", *MODULE_OF_OP]
 
 
 def __getattr__(name: str) -> object:

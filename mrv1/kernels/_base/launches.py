@@ -27,8 +27,7 @@ Tensors = Sequence[torch.Tensor | None]
 class _Launch(NamedTuple):
     """A launch that may be made again."""
 
-    kernel: Any
-    """What Triton has compiled: it takes the grid, then all arguments by position."""
+    kernel: Any  # what Triton has compiled: it takes the grid, then all arguments by position
     grid: tuple[int, ...]
     arguments: list[Any]
 
@@ -53,10 +52,8 @@ def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options
 class _Recorded(NamedTuple):
     """The launches of one call, and for which calls they are right."""
 
-    key: list[object]
-    """The identities of ``same``, and the tensors' forms."""
-    same: tuple[object, ...]
-    """Kept alive, so that nothing else gets their identities."""
+    key: list[object]  # the identities of ``same``, and the tensors' forms
+    same: tuple[object, ...]  # kept alive, so that nothing else gets their identities
     launches: list[_Launch]
     """Without the call's own tensors: in their places are None or descriptors without a base."""
     places: list[list[tuple[int, int]]]

@@ -116,22 +116,14 @@ def merge_states(
             or ``lse_b`` as ``out`` does its parts.
 
     Returns:
-        ``out``. Where one part saw no key, ``out`` is exactly the other part; where neither part
-        saw a key, ``out`` is zero and ``lse`` -inf.
+        ``out``: zero, and ``lse`` -inf, where neither part saw a key.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        fp32 inside, rounded once. Commutative bit for bit, associative up to rounding. Tier B.
-
-    Stream:
-        One launch on the current stream, no synchronisation, CUDA-graph safe.
-
-    Source:
-        arXiv:2501.01005, attention states.
+    Numerics: fp32 inside, rounded once. Commutative bit for bit, associative up to rounding. Tier
+        B.
+    Stream: one launch on the current stream, no synchronisation, CUDA-graph safe.
     """
     check_merge_states(out_a, lse_a, out_b, lse_b, FLOAT_DTYPES, out=out, lse=lse)
     check_launchable("out_a", out_a)

@@ -1,10 +1,7 @@
 """Copy pages: duplicate whole blocks of one layer's KV cache before one of their owners writes.
 
-    cache[head_base[h] + dst * block_stride[h] + t * token_stride + d]
-        = cache[head_base[h] + src * block_stride[h] + t * token_stride + d]
-
-for every token ``t`` and dimension ``d`` of each listed block, in K and in V, for all KV heads or
-the heads of one head group; and likewise a block's scales, if it has any (``kv_scales``).
+K and V of each listed block, and its scales if it has any, for all KV heads or the heads of one
+head group; ``kv_layout`` and ``kv_scales`` have the addresses.
 """
 
 from __future__ import annotations
@@ -132,20 +129,11 @@ def copy_pages(
             every page that is written. Per head: not copied, as no block has scales of its own.
 
     Raises:
-        TypeError: a wrong dtype, or a float8_e4m3fn cache without ``scales``.
-        ValueError: a wrong shape, device or stride, a group that the layout lacks, no group for a
-            layout with several, or a head dimension without a kernel.
-        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        Bytes are moved, never converted: tier A, equal to the oracle bit for bit, NaN too.
-
-    Stream:
-        One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
-
-    Source:
-        Copy-on-write blocks are vLLM's (arXiv:2309.06180, section 4.4); the address formula is
-        ``kv_layout``'s.
+    Numerics: bytes are moved, never converted: tier A, equal to the oracle bit for bit, NaN too.
+    Stream: one launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
+    Source: copy-on-write blocks are vLLM's (arXiv:2309.06180, section 4.4).
     """
     check_copy_pages(
         k_cache, v_cache, src_block_ids, dst_block_ids, layout, group, PAGE_DTYPES, scales

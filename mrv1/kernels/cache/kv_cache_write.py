@@ -174,24 +174,17 @@ def kv_cache_write(
             or the scale is not positive. Per head: read.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device or stride, or a head dimension without a kernel.
-        UnsupportedDeviceError: this process cannot launch kernels on the tensors' device.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        Tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
+    Numerics: tier A, equal to the oracle bit for bit. Without ``scales`` bytes are moved, never
         converted. With ``scales``, ``x / scale`` is rounded to e4m3, ties to even, and saturates
         at +-448, infinities too; NaN stays NaN. A vector's absmax ignores elements that are not
         finite. For 4 bits, ``x / scale + zero`` is rounded to 0 to 15, ties to even; a vector
         with an element that is not finite becomes NaN as a whole. With a scale per quarter, bytes
         depend on which tokens were written before, and which together.
-
-    Stream:
-        One launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
+    Stream: one launch on the current stream; no allocation, no synchronisation, CUDA-graph safe.
         With a scale per quarter and more than 256 tokens, three launches and one allocation.
-
-    Source:
-        The slot rule is vLLM's ``reshape_and_cache``; the address formula is ``kv_layout``'s.
+    Source: the slot rule is vLLM's ``reshape_and_cache``.
     """
     check_cache_write(key, value, k_cache, v_cache, slot_mapping, layout, FLOAT_DTYPES, scales)
     check_head_dim(layout)

@@ -35,12 +35,9 @@ CHUNKS_AHEAD = 12
 class SumConfig:
     """How the rows of weights are cut into programs, and a row into chunks."""
 
-    tile_rows: int
-    """Pairs of rows of one program: one pair per warp."""
-    tile_in: int
-    """Inputs of one chunk, which a warp loads at once."""
-    experts_ahead: int
-    """Experts whose weights are loaded before those before them are multiplied."""
+    tile_rows: int  # pairs of rows of one program: one pair per warp
+    tile_in: int  # inputs of one chunk, which a warp loads at once
+    experts_ahead: int  # experts whose weights are loaded before those before them are multiplied
     num_warps: int
 
     @classmethod

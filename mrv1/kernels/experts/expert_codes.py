@@ -37,14 +37,11 @@ from mrv1.kernels.layers.widening import Matrix, dense_values
 class ExpertCodesConfig:
     """How weights and pairs are cut into programs."""
 
-    tile_pairs: int
-    """Pairs that are multiplied together."""
+    tile_pairs: int  # pairs that are multiplied together
     tile_rows: int
     """Rows of weights of one program: one result per pair each, or half gates and half ups."""
-    num_warps: int
-    """4 or 8: they share a program's inputs."""
-    depth: int
-    """Steps whose codes are loaded at once."""
+    num_warps: int  # 4 or 8: they share a program's inputs
+    depth: int  # steps whose codes are loaded at once
 
     @classmethod
     def default_for(cls, num_pairs: int, num_experts: int) -> ExpertCodesConfig:

@@ -69,14 +69,11 @@ LARGE_SHARED_MEMORY: tuple[tuple[int, int] | None, ...] = ((9, 0), (10, 0))
 class ExpertConfig:
     """How weights and pairs are cut into programs, and a program's inputs into steps."""
 
-    tile_pairs: int
-    """Pairs that are multiplied together."""
+    tile_pairs: int  # pairs that are multiplied together
     tile_rows: int
     """Rows of weights of one program: one result per pair each, or half gates and half ups."""
-    tile_in: int
-    """Inputs of one step."""
-    is_sorted: bool
-    """Whether pairs are sorted first."""
+    tile_in: int  # inputs of one step
+    is_sorted: bool  # whether pairs are sorted first
     num_warps: int
     num_stages: int
     pairs_first: bool = False

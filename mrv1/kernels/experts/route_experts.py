@@ -43,8 +43,7 @@ class RouteConfig:
     tile_tokens: int
     tile_experts: int
     tile_in: int
-    splits: int
-    """Programs that share the inputs of a logit."""
+    splits: int  # programs that share the inputs of a logit
     num_warps: int = 4
     num_stages: int = 3
 

@@ -279,8 +279,7 @@ def all_reduce_norm(
     """
     if algorithm not in (None, "one_shot", "two_shot"):
         raise ValueError(f"algorithm: expected None, 'one_shot' or 'two_shot', got {algorithm!r}")
-    dtype = _check(partial, buffers, bias, residual, out)
-    _check_norm(partial, dtype, norm_weight, normed_out)
+    dtype = _check(partial, buffers, bias, residual, out, norm_weight, normed_out)
     if out is None:
         out = torch.empty(partial.shape[-2:], dtype=dtype, device=partial.device)
     num_tokens, hidden = partial.shape[-2:]
@@ -332,6 +331,8 @@ def _check(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    normed_out: torch.Tensor | None,
 ) -> torch.dtype:
     """Raise unless the arguments are as ``all_reduce_norm`` says; return the result's dtype."""
     check_tensor("partial", partial, dtype=FLOAT_DTYPES, unit_last_stride=True)
@@ -346,20 +347,10 @@ def _check(
     for name, tensor in (("residual", residual), ("out", out)):
         if tensor is not None:
             check(name, tensor, shape=partial.shape[-2:], unit_last_stride=True)
-    return dtype
-
-
-def _check_norm(
-    partial: torch.Tensor,
-    dtype: torch.dtype,
-    norm_weight: torch.Tensor | None,
-    normed_out: torch.Tensor | None,
-) -> None:
-    """Raise unless the arguments are as ``all_reduce_norm`` says."""
     if (norm_weight is None) != (normed_out is None):
         alone = "normed_out" if norm_weight is None else "norm_weight"
         raise ValueError(f"norm_weight, normed_out: expected both or neither, got {alone}")
     if normed_out is not None:
-        check = bind(check_tensor, dtype=dtype, device=partial.device)
         check("norm_weight", norm_weight, shape=partial.shape[-1:], contiguous=True)
         check("normed_out", normed_out, shape=partial.shape[-2:], unit_last_stride=True)
+    return dtype

@@ -71,12 +71,9 @@ MOST_STAGES = 8
 class CodeTiles:
     """How a call is cut into programs."""
 
-    tile_tokens: int
-    """A key of ``STEP_US``."""
-    splits: int
-    """Programs that share a tile's inputs."""
-    stages: int
-    """Steps in shared memory."""
+    tile_tokens: int  # a key of ``STEP_US``
+    splits: int  # programs that share a tile's inputs
+    stages: int  # steps in shared memory
 
     @classmethod
     def of(cls, tile_tokens: int, splits: int, *, words: int) -> CodeTiles:

@@ -55,14 +55,10 @@ SUPER_BLOCK = 256
 class Code(NamedTuple):
     """How the codes of one name are stored."""
 
-    dtype: torch.dtype
-    """Of ``codes``: one code an element, or in uint8 two."""
-    per_byte: int
-    """Codes in an element of ``codes``."""
-    high_per_byte: int = 0
-    """Codes whose high bits share a byte of ``high``; 0 = there is none."""
-    head_bytes: int = 0
-    """Bytes of a super-block's head; 0 = scales are in ``scales``."""
+    dtype: torch.dtype  # of ``codes``: one code an element, or in uint8 two
+    per_byte: int  # codes in an element of ``codes``
+    high_per_byte: int = 0  # codes whose high bits share a byte of ``high``; 0 = there is none
+    head_bytes: int = 0  # bytes of a super-block's head; 0 = scales are in ``scales``
 
 
 CODES: dict[CodeName, Code] = {

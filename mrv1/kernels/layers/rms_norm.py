@@ -87,8 +87,7 @@ def _rms_norm_kernel(
 class RmsNormConfig:
     """How the norm is cut into programs."""
 
-    tile_rows: int
-    """Rows of one program."""
+    tile_rows: int  # rows of one program
     num_warps: int
 
     @classmethod

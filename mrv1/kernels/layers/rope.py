@@ -109,8 +109,7 @@ def _apply_rope_kernel(
 class RopeConfig:
     """How the rotation is cut into programs."""
 
-    tile_tokens: int
-    """Tokens of one program."""
+    tile_tokens: int  # tokens of one program
     num_warps: int
 
     @classmethod

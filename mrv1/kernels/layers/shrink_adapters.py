@@ -43,12 +43,9 @@ class ShrinkConfig:
     tile_ranks: int
     tile_in: int
     """Inputs that a program multiplies at once: all loads start before it waits for any."""
-    steps: int
-    """Tiles of inputs that a program multiplies, one after the other."""
-    splits: int
-    """Parts of the inputs, each of ``steps * tile_in``; a power of two, up to 16."""
-    num_warps: int
-    """They share a tile's inputs."""
+    steps: int  # tiles of inputs that a program multiplies, one after the other
+    splits: int  # parts of the inputs, each of ``steps * tile_in``; a power of two, up to 16
+    num_warps: int  # they share a tile's inputs
 
     @classmethod
     @lru_cache(maxsize=64)

@@ -108,10 +108,8 @@ def _apply_bad_words_kernel(
 class BadWordsConfig:
     """How a row's words are divided among programs; never changes a result."""
 
-    tile_words: int
-    """Words of one program."""
-    tile_len: int
-    """Tokens of a word in a tile, power of two."""
+    tile_words: int  # words of one program
+    tile_len: int  # tokens of a word in a tile, power of two
     num_warps: int
 
     @classmethod

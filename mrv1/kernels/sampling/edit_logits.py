@@ -371,10 +371,8 @@ def _apply_token_bitmask_kernel(
 class EditLogitsConfig:
     """How a request's vocabulary is divided among programs; never changes a result."""
 
-    tile_vocab: int
-    """Token ids of one tile, power of two >= 32."""
-    part_tiles: int
-    """Tiles of one program."""
+    tile_vocab: int  # token ids of one tile, power of two >= 32
+    part_tiles: int  # tiles of one program
     num_warps: int
 
     @classmethod

@@ -150,12 +150,9 @@ def group_sums_kernel(
 class GroupSums(NamedTuple):
     """What ``sum_groups`` has launched, and its results, of all groups."""
 
-    maxima: torch.Tensor
-    """[rows, groups] float32; with shards the memory of both halves."""
-    sums: torch.Tensor
-    """As ``maxima``."""
-    size: int
-    """Ids in a group."""
+    maxima: torch.Tensor  # [rows, groups] float32; with shards the memory of both halves
+    sums: torch.Tensor  # as ``maxima``
+    size: int  # ids in a group
     num_groups: int
 
 

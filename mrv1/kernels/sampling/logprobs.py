@@ -208,12 +208,9 @@ def _top_logprobs_kernel(
 class TopLogprobsConfig:
     """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
-    tile_groups: int
-    """Groups of one program of the first launch."""
-    num_warps: int
-    """Warps of a program of the first launch."""
-    num_row_warps: int
-    """Warps of a program of the second launch."""
+    tile_groups: int  # groups of one program of the first launch
+    num_warps: int  # warps of a program of the first launch
+    num_row_warps: int  # warps of a program of the second launch
 
     @classmethod
     @lru_cache(maxsize=64)

@@ -57,23 +57,15 @@ MAX_VOCAB_SIZE = 1 << 24
 class SampleTokensConfig:
     """How both launches divide a row, the same in all batches: it may change a sum's last bits."""
 
-    all_groups: int
-    """Groups of a row, rounded up to a power of two."""
-    tile_groups: int
-    """Groups of one program of the first launch."""
+    all_groups: int  # groups of a row, rounded up to a power of two
+    tile_groups: int  # groups of one program of the first launch
     num_warps: int = 4
-    few_groups: int = 64
-    """Groups whose tokens a program of the second launch holds at once."""
-    lanes: int = 1024
-    """Tokens that a pass of the second launch over a row reads together."""
-    columns: int = 256
-    """Columns of the scratch for tokens: one per thread of the second launch."""
-    depth: int = 64
-    """Tokens that fit a column."""
-    pivots: int = 4
-    """Values for which a pass counts the tokens above."""
-    listed: int = 128
-    """Most tokens that are compared in pairs; a longer list is searched."""
+    few_groups: int = 64  # groups whose tokens a program of the second launch holds at once
+    lanes: int = 1024  # tokens that a pass of the second launch over a row reads together
+    columns: int = 256  # columns of the scratch for tokens: one per thread of the second launch
+    depth: int = 64  # tokens that fit a column
+    pivots: int = 4  # values for which a pass counts the tokens above
+    listed: int = 128  # most tokens that are compared in pairs; a longer list is searched
     draw_stages: int = 4
     draw_warps: int = 8
     draw_registers: int | None = None

@@ -7,11 +7,7 @@ that it ends with the last draft: then the length of the request, and so every k
 may read, is exact.
 
 The token's cache slot in head group ``g`` is ``block * block_size + position % block_size``, with
-the block read from the group's segment of the request's table row (S = ceil(sink / block_size), L
-= position // block_size)::
-
-    column = table_offset[g] + (L                              if ring_blocks[g] == 0 or L < S
-                                S + (L - S) % ring_blocks[g]   otherwise)
+the block read from the group's segment of the request's table row, by the rule of ``kv_layout``.
 
 One launch has three kinds of programs, each for one head group: tiles of tokens, of rows (for the
 per-row outputs), and of the block table. In a ragged batch, a bisection of ``query_start_loc``
@@ -380,12 +376,9 @@ def _gather_tokens_kernel(
 class GatherTokensConfig:
     """How the gather is divided among programs."""
 
-    tile_tokens: int
-    """Tokens of one program, or rows of one program that writes per-row outputs."""
-    tile_rows: int
-    """Block table rows of one program."""
-    tile_columns: int
-    """Block table columns in flight in one program."""
+    tile_tokens: int  # tokens of one program, or rows of one program that writes per-row outputs
+    tile_rows: int  # block table rows of one program
+    tile_columns: int  # block table columns in flight in one program
     num_warps: int
 
     @classmethod

@@ -206,8 +206,7 @@ def _post_update_kernel(
 class PostUpdateConfig:
     """How the rows are divided among programs."""
 
-    tile_rows: int
-    """Rows of one program."""
+    tile_rows: int  # rows of one program
     num_warps: int
 
     @classmethod

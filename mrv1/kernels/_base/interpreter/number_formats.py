@@ -22,13 +22,10 @@ Array = NDArray[Any]
 class _Float8:
     mantissa_bits: int
     bias: int
-    largest: int
-    """Code of the largest finite value."""
+    largest: int  # code of the largest finite value
     nans: tuple[int, ...]
-    infinities: tuple[int, ...] = ()
-    """Codes of +inf and -inf."""
-    unsigned_zero: bool = False
-    """fnuz: no negative zero."""
+    infinities: tuple[int, ...] = ()  # codes of +inf and -inf
+    unsigned_zero: bool = False  # fnuz: no negative zero
 
 
 _FLOAT8 = {

@@ -738,23 +738,14 @@ def paged_decode_attention(
         ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape, device, stride or count, a head dimension without a kernel, or
-            options that contradict each other.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        Products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights are
-        rounded to the cache's dtype before the product with V. Tier B. Codes are multiplied in
+    Numerics: products accumulate in fp32 (fp32 inputs: no TF32), the softmax is fp32, its weights
+        are rounded to the cache's dtype before the product with V. Tier B. Codes are multiplied in
         fp16 (fp32 if ``q`` is), scales and zeros go into scores and sums in fp32. A soft cap adds
         an error of at most 2**-20 of the cap to a score.
-
-    Stream:
-        One launch on the current stream; without ``plan`` one more, and the plan's buffers are
+    Stream: one launch on the current stream; without ``plan`` one more, and the plan's buffers are
         allocated. Grids follow from shapes alone: CUDA-graph safe.
-
-    Source:
-        arXiv:2205.14135, Flash-Decoding.
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,

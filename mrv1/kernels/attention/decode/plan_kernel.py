@@ -294,18 +294,10 @@ def plan_decode_attention(seq_lens: torch.Tensor, layout: KVLayout, plan: Decode
         plan: ``items`` and ``num_items`` are *written*, the items' ``arrivals`` are zeroed.
 
     Raises:
-        TypeError: a wrong dtype.
-        ValueError: a wrong shape or device, or a plan for other shapes.
-        UnsupportedDeviceError: the tensors are where this process cannot launch.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        Tier A: the items equal the oracle's bit for bit.
-
-    Stream:
-        One launch on the current stream, its grid from shapes alone: CUDA-graph safe.
-
-    Source:
-        arXiv:2501.01005 and arXiv:2301.03598.
+    Numerics: tier A: the items equal the oracle's bit for bit.
+    Stream: one launch on the current stream, its grid from shapes alone: CUDA-graph safe.
     """
     check_plan(plan, seq_lens, layout)
     check_launchable("seq_lens", seq_lens)

@@ -706,21 +706,15 @@ def paged_prefill_attention(
         ``out``. A row that sees no key is zero, its ``lse`` -inf or the head's logit sink.
 
     Raises:
-        TypeError, ValueError, UnsupportedDeviceError: as ``paged_decode_attention``.
+        TypeError, ValueError, UnsupportedDeviceError: an argument is not as described.
 
-    Numerics:
-        As ``paged_decode_attention``; tier B. In the kernels for sm_90 the tanh of a soft cap is
-        one instruction, whose relative error is at most 2**-16 (on an H200; PTX promises 2**-11):
-        so is then that of a capped score. With ``deterministic`` the bound is that of decode.
-
-    Stream:
-        One launch on the current stream, its grid from shapes alone: CUDA-graph safe, no scratch
-        except ``splits``. On sm_90 a second one merges where many programs divide a tile's keys.
-        Two launches where a layout has both full and streaming heads and the full heads take a
-        kernel for sm_90 that knows no windows, that for e4m3 caches: one for either kind.
-
-    Source:
-        arXiv:2205.14135.
+    Numerics: as ``paged_decode_attention``; tier B. In the kernels for sm_90 the tanh of a soft
+        cap is one instruction, whose relative error is at most 2**-16 (on an H200; PTX promises
+        2**-11): so is then that of a capped score. With ``deterministic`` the bound is decode's.
+    Stream: one launch on the current stream, its grid from shapes alone: CUDA-graph safe, no
+        scratch except ``splits``. On sm_90 a second one merges where many programs divide a tile's
+        keys. Two launches where a layout has both full and streaming heads and the full heads take
+        a kernel for sm_90 that knows no windows, that for e4m3 caches: one for either kind.
     """
     table = check_paged_attention(
         q, k_cache, v_cache, block_table, seq_lens, layout, FLOAT_DTYPES,

@@ -29,8 +29,7 @@ class PrefillCall:
     softmax_scale: float
     soft_cap: float | None
     sinks: torch.Tensor | None
-    full_only: bool
-    """Whether the launch computes full heads alone."""
+    full_only: bool  # whether the launch computes full heads alone
     out: torch.Tensor
     lse: torch.Tensor | None
 

@@ -84,8 +84,7 @@ class PrefillLayer(NamedTuple):
     dtype: torch.dtype  # of the queries
     page_format: PageFormat
     num_q_heads: int
-    plain_scores: bool = True
-    """Whether scores have no soft cap, and rows no logit sink."""
+    plain_scores: bool = True  # whether scores have no soft cap, and rows no logit sink
 
     @property
     def group(self) -> int:
