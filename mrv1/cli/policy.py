@@ -14,7 +14,7 @@ from mrv1.cli.console import Command, Group, check_target, say, show, show_table
 from mrv1.cli.options import MODEL_HELP, command
 from mrv1.config import EngineConfig
 from mrv1.errors import ConfigError
-from mrv1.headwise import FULL, HeadPolicy, Visible, policy_source
+from mrv1.headwise import FULL, HeadPolicy, Visible, policy_of_ranking, policy_source
 from mrv1.models import ModelConfig
 from mrv1.runner.head_groups import resolve_policy
 
@@ -99,14 +99,20 @@ def make(
     """Write a head policy to a JSON file."""
     check_target("--output", output)
     given = None
-    if sparsity is not None:
-        given = HeadPolicy.of_duo_attention(source, sparsity=sparsity)
     settings = {"budget": budget, "context": context, "window": window, "sink": sink}
-    chosen = [f"{name}={value}" for name, value in settings.items() if value is not None]
-    if chosen:
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    first = next(iter(chosen), "")
+    if sparsity is not None:
+        if chosen:
+            raise ConfigError(
+                f"policy make: expected --sparsity, of a pattern, or --{first}, of a ranking, got "
+                "both"
+            )
+        given = HeadPolicy.of_duo_attention(source, sparsity=sparsity)
+    elif chosen:
         if budget is None:
-            raise ConfigError(f"policy make: expected --budget with {chosen[0]}, got none")
-        source = ",".join([f"ranking={source}", *chosen])
+            raise ConfigError(f"policy make: expected --budget with --{first}, got none")
+        given = policy_of_ranking(source, chosen)
     policy = _read(source, model, given)
     policy.save(output)
     say(f"policy of {_shape(policy)}, {policy.full_share:.0%} of them full, written to {output}")

@@ -12,4 +12,5 @@ from mrv1.headwise.recall import RecallLines as RecallLines
 from mrv1.headwise.recall import RecallPrompt as RecallPrompt
 from mrv1.headwise.recall import recall_prompt as recall_prompt
 from mrv1.headwise.sources import PolicySource as PolicySource
+from mrv1.headwise.sources import policy_of_ranking as policy_of_ranking
 from mrv1.headwise.sources import policy_source as policy_source

@@ -13,7 +13,7 @@ from math import isfinite
 from typing import Literal, get_args
 
 from mrv1.errors import ConfigError
-from mrv1.headwise.policy import HeadPolicy, Visible
+from mrv1.headwise.policy import HeadPolicy, Visible, check_streaming
 from mrv1.headwise.ranking import Head, HeadRanking, streaming_policy
 
 Loss = Callable[[HeadPolicy], float]
@@ -75,8 +75,10 @@ def rank_heads(
     halved. ``on_round`` gets the number of heads that are still full before each round.
 
     Raises:
-        ConfigError: there is no such method, or a loss is not a finite number.
+        ConfigError: there is no such method, ``streaming`` is no window and sink, or a loss is not
+            a finite number.
     """
+    check_streaming(streaming)
 
     def loss_of(streams: Sequence[Head]) -> float:
         value = loss(streaming_policy(num_layers, num_kv_heads, streams, streaming))

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 VERSION = 1  # version of the JSON form
 KEYS = ("version", "heads")  # keys of the JSON form, an object that holds lists
 DUO_ATTENTION_TABLE = "full_attention_heads.tsv"  # weights; sizes are in ``config.json``
-FASTDEPLOY_FIELD, RTPURBO_FIELD = "head_wise_swa_ratio", "headwise_config"
-"""The field of ``config.json`` that says that a checkpoint has a policy."""
+FIELDS = FASTDEPLOY_FIELD, RTPURBO_FIELD = "head_wise_swa_ratio", "headwise_config"
+"""The fields of ``config.json`` that say that a checkpoint has a policy."""
 RTPURBO_SIZES = {"sink_token_num": 4, "swa_token_num": 8192, "seqlen_threshold": 16_384}
 """Sizes in ``headwise_config``, with the values that RTP-LLM takes where one is missing."""
 
@@ -91,11 +91,12 @@ def _count(least: int) -> Range:
     return integers(least, INT32_MAX)
 
 
-def _is_share(value: object) -> bool:
+def is_share(value: object) -> bool:
+    """Return whether ``value`` is a real number from 0 to 1 (a bool and NaN are not)."""
     return not isinstance(value, bool) and isinstance(value, Real) and value <= 1 and not value < 0
 
 
-_SHARE = Range("a number from 0 to 1", _is_share)
+_SHARE = Range("a number from 0 to 1", is_share)
 _FLAG = integers(0, 1)
 
 
@@ -110,6 +111,12 @@ def _is_visible(seen: object) -> bool:
         return False
     are_counts = _count(-1).holds(seen.window) and _count(0).holds(seen.sink)
     return are_counts and (seen.window > 0 or seen == FULL)
+
+
+def check_streaming(seen: object) -> None:
+    """Raise unless ``seen`` is what a streaming head sees: full ones would free nothing."""
+    is_streaming = _is_visible(seen) and seen != FULL
+    _expect(is_streaming, "streaming", "a Visible with window >= 1 and sink >= 0", seen)
 
 
 def _rtpurbo_query_heads(config: Mapping[str, Any], num_layers: int, num_kv_heads: int) -> int:
@@ -261,12 +268,16 @@ class HeadPolicy:
         for each layer. A period of 1, the default of FastDeploy's proposal (community pull request
         1364), means that no layer is full: its append attention gives every layer the window.
 
-        RTPurbo's field is ``headwise_config``, see ``of_rtpurbo``.
+        RTPurbo's field is ``headwise_config``, see ``of_rtpurbo``. Fields that only
+        ``text_config`` has count, too.
 
         Raises:
             ConfigError: a field is missing, has a wrong type or is out of its range, or both forms
                 are there.
         """
+        text = config.get("text_config")
+        if isinstance(text, Mapping) and config.keys().isdisjoint(FIELDS):
+            config = {**config, **text}
         ratio, rtpurbo = config.get(FASTDEPLOY_FIELD), config.get(RTPURBO_FIELD)
         if rtpurbo is not None:
             _expect(ratio is None, RTPURBO_FIELD, f"no {FASTDEPLOY_FIELD} beside it", ratio)
@@ -403,6 +414,11 @@ class HeadPolicy:
             content = json.loads(Path(path).read_text("utf-8"))
         except (OSError, TypeError, ValueError) as error:
             raise ConfigError(f"{name}: expected a readable JSON file, got {error}") from error
+        is_ranking = isinstance(content, dict) and not {"ranking", "num_kv_heads"}.isdisjoint(
+            content
+        )
+        budgeted = "a policy; of a ranking take ranking=FILE,budget=0.5"
+        _expect(not is_ranking, name, budgeted, "a ranking")
         is_ours = isinstance(content, dict) and content.get("version") == VERSION
         _expect(is_ours, name, f"an object of version {VERSION}", content)
         unknown = [key for key in content if key not in KEYS]

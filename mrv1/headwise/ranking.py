@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError
-from mrv1.headwise.policy import FULL, HeadPolicy, Visible
+from mrv1.headwise.policy import FULL, HeadPolicy, Visible, check_streaming, is_share
 from mrv1.options import integers
 
 Head = tuple[int, int]  # layer and KV head
@@ -53,9 +53,9 @@ class HeadRanking:
             streaming: window and sink of the other ranked heads; None = as they were ranked.
 
         Raises:
-            ConfigError: the budget is not in [0, 1].
+            ConfigError: the budget is not in [0, 1], or ``streaming`` is no window and sink.
         """
-        return self._keeping(num_full_heads(len(self.order), budget), streaming or self.streaming)
+        return self._keeping(num_full_heads(len(self.order), budget), self._seen(streaming))
 
     def policy_of_cache(
         self, share: float, num_tokens: int, streaming: Visible | None = None
@@ -71,14 +71,16 @@ class HeadRanking:
             streaming: window and sink of the other ranked heads; None = as they were ranked.
 
         Raises:
-            ConfigError: the share or the length is out of its range, or the cache is larger
-                with every ranked head streaming.
+            ConfigError: the share or the length is out of its range, ``streaming`` is no window
+                and sink, or the cache is larger with every ranked head streaming.
         """
-        if not 0 < share <= 1:
-            raise ConfigError(f"budget: expected more than 0, at most 1, got {share}")
-        if num_tokens < 1:
-            raise ConfigError(f"context: expected at least 1 token, got {num_tokens}")
-        seen = streaming or self.streaming
+        if not is_share(share) or share == 0:
+            raise ConfigError(f"budget: expected more than 0, at most 1, got {share!r}")
+        if not integers(1, INT32_MAX).holds(num_tokens):
+            raise ConfigError(
+                f"context: expected at least 1 token, at most {INT32_MAX}, got {num_tokens!r}"
+            )
+        seen = self._seen(streaming)
         full_blocks = -(-num_tokens // BLOCK_SIZE)
         blocks = min(seen.num_blocks(BLOCK_SIZE), full_blocks)
         num_heads = self.num_layers * self.num_kv_heads
@@ -94,6 +96,12 @@ class HeadRanking:
         gain = full_blocks - blocks
         num_full = int((most - least) // gain) if gain else len(self.order)
         return self._keeping(min(num_full, len(self.order)), seen)
+
+    def _seen(self, streaming: Visible | None) -> Visible:
+        """Return what streaming heads see; ConfigError: all tokens, or no window and sink."""
+        seen = self.streaming if streaming is None else streaming
+        check_streaming(seen)
+        return seen
 
     def _keeping(self, num_full: int, streaming: Visible) -> HeadPolicy:
         streams = self.order[: len(self.order) - num_full]
@@ -122,15 +130,16 @@ class HeadRanking:
     def load(cls, source: str | Path) -> Self:
         """Return a ranking that ships with mrv1, by its model's name, or that a file contains.
 
-        The file is a report of ``mrv1 calibrate``, or its part ``ranking``.
+        The file is a report of ``mrv1 calibrate``, or its part ``ranking``. A file that exists
+        has precedence over a name.
 
         Raises:
             ConfigError: the file cannot be read or has no ranking.
         """
         name = f"ranking {str(source)!r}"
-        shipped = SHIPPED / f"{source}.json"
         try:
-            file = shipped if re.fullmatch(r"\w+", str(source)) else Path(source)
+            is_name = re.fullmatch(r"\w+", str(source)) and not Path(source).is_file()
+            file = SHIPPED / f"{source}.json" if is_name else Path(source)
             content = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -180,8 +189,8 @@ def _is_ranked(row: object, num_layers: int, num_kv_heads: int) -> bool:
 
 def num_full_heads(num_heads: int, budget: float) -> int:
     """Return how many of ``num_heads`` stay full, as in :meth:`HeadRanking.policy`, errors too."""
-    if not 0 <= budget <= 1:
-        raise ConfigError(f"budget: expected 0 to 1, got {budget}")
+    if not is_share(budget):
+        raise ConfigError(f"budget: expected 0 to 1, got {budget!r}")
     return max(round(budget * num_heads), 1) if budget else 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,6 +97,16 @@ def _of_ranking(source: str, settings: dict[str, Any]) -> PolicySource:
     """Return the policy of a ranking, by its file or its model's name, for a budget."""
     if "budget" not in settings:
         raise ConfigError(f"head_policy: expected ranking={source},budget=, got no budget")
+    policy = policy_of_ranking(source, settings)
+    return PolicySource(lambda _num_layers, _num_kv_heads: policy, policy)
+
+
+def policy_of_ranking(source: str, settings: Mapping[str, Any]) -> HeadPolicy:
+    """Return the policy that a ranking, by its file or its model's name, gives for a budget.
+
+    ``settings``: ``budget``, and perhaps ``context``, ``window`` and ``sink``; see
+    ``policy_source``. ConfigError: one is out of its range, or the ranking cannot be read.
+    """
     ranking = HeadRanking.load(source)
     streaming = Visible(
         settings.get("window", ranking.streaming.window),
@@ -104,10 +114,8 @@ def _of_ranking(source: str, settings: dict[str, Any]) -> PolicySource:
     )
     budget, context = settings["budget"], settings.get("context")
     if context is None:
-        policy = ranking.policy(budget, streaming)
-    else:
-        policy = ranking.policy_of_cache(budget, context, streaming)
-    return PolicySource(lambda _num_layers, _num_kv_heads: policy, policy)
+        return ranking.policy(budget, streaming)
+    return ranking.policy_of_cache(budget, context, streaming)
 
 
 def _settings(text: str, least: dict[str, int], whole: str) -> dict[str, Any]:

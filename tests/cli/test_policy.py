@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mrv1 import HeadPolicy
+from mrv1 import HeadPolicy, HeadRanking
 from mrv1.headwise import FULL, Visible
 from tests.cli.conftest import Mrv1
 
@@ -80,6 +80,17 @@ def test_compare_counts_the_heads_that_differ(mrv1: Mrv1, checkpoint: str, patte
     assert "layers that differ" not in same.stdout
 
 
+def test_a_report_may_have_any_name(mrv1: Mrv1, tmp_path: Path, monkeypatch):
+    """Also one that a rule could not name, or that looks like a ranking which ships."""
+    monkeypatch.chdir(tmp_path)
+    ranking = HeadRanking.load("smollm2")
+    for name in ("report", "a,b.json", "window=1.json"):
+        Path(name).write_text(json.dumps({"ranking": ranking.to_json()}))
+        result = mrv1("policy", "make", name, "--budget", "0.5", "--output", "policy.json")
+        assert result.exit_code == 0, result.stderr
+        assert HeadPolicy.load("policy.json") == ranking.policy(0.5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +111,26 @@ def test_compare_counts_the_heads_that_differ(mrv1: Mrv1, checkpoint: str, patte
         (
             ["make", RULE, "--model", "tiny", "--sparsity", "0.5", "--output", "p.json"],
             "DuoAttention pattern ratio=0.5,window=256,sink=64: expected readable files, got",
+        ),
+        (
+            ["make", "PATTERN", "--sparsity", "0.5", "--budget", "0.5", "--output", "p.json"],
+            "policy make: expected --sparsity, of a pattern, or --budget, of a ranking, got both",
+        ),
+        (
+            ["make", "smollm2", "--context", "64", "--output", "p.json"],
+            "policy make: expected --budget with --context, got none",
+        ),
+        (
+            ["make", "smollm2", "--budget", "nan", "--output", "p.json"],
+            "budget: expected 0 to 1, got nan",
+        ),
+        (
+            ["make", "smollm2", "--budget", "0.5", "--window", "-1", "--output", "p.json"],
+            "streaming: expected a Visible with window >= 1 and sink >= 0, got Visible(window=-1",
+        ),
+        (
+            ["make", "smollm2", "--budget", "0.5", "--model", "tiny", "--output", "p.json"],
+            "head_policy: expected 4 KV heads, as the model has, got 3",
         ),
     ],
 )

@@ -206,7 +206,10 @@ def test_rankings_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"expected the keys .*, got list"):
         HeadRanking.load(tmp_path / "a.json")
     ranking = rank((3, 2), len)
-    for share, num_tokens in ((0, 100), (1.5, 100), (math.nan, 100), (0.5, 0)):
+    for share, num_tokens in (
+        *((share, 100) for share in (0, 1.5, math.nan, True, "0.5", None)),
+        *((0.5, num_tokens) for num_tokens in (0, math.nan, math.inf, 64.5, "64", True, 2**31)),
+    ):
         with pytest.raises(ConfigError, match=r"(budget|context): expected (more|at least)"):
             ranking.policy_of_cache(share, num_tokens)
 
@@ -228,6 +231,19 @@ def test_bad_methods_losses_and_budgets_are_refused():
         rank((1, 2), len, "best")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="expected a finite loss, got nan"):
         rank((1, 2), lambda streams: math.nan if streams else 0.0)
-    for budget in (-0.1, 1.1, math.nan):
+    for budget in (-0.1, 1.1, math.nan, True, "0.5", None):
         with pytest.raises(ConfigError, match="budget: expected 0 to 1"):
             rank((1, 2), len).policy(budget, STREAMING)
+
+
+@pytest.mark.parametrize("seen", [FULL, Visible(0), Visible(-1, 4), (64, 16), 0, "64"])
+def test_heads_that_stream_must_have_a_window(seen):
+    """With all tokens in it, every budget would silently be a policy of full heads."""
+    ranking = rank((1, 2), len)
+    for make in (
+        lambda: ranking.policy(0.5, seen),
+        lambda: ranking.policy_of_cache(0.5, 4096, seen),
+        lambda: rank_heads(1, 2, [(0, 0)], seen, lambda policy: 0.0),
+    ):
+        with pytest.raises(ConfigError, match=r"^streaming: expected a Visible with window >= 1"):
+            make()

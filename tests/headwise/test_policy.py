@@ -63,6 +63,17 @@ def test_a_policy_is_read_from_the_fields_of_a_checkpoint():
         assert every_layer == HeadPolicy.of_ratio(4, 4, 0.25, window=32, sink=4)
 
 
+@pytest.mark.parametrize("fields", ["RTPURBO", "CHECKPOINT"])
+def test_fields_that_only_the_text_model_has_count(fields):
+    """Else such a checkpoint would silently run with full heads."""
+    config = globals()[fields]
+    nested = {"model_type": "of images", "num_attention_heads": 7, "text_config": config}
+    found = HeadPolicy.of_config(nested, 2, 3)
+    assert found == HeadPolicy.of_config(config, 2, 3)
+    assert FULL in found.groups
+    assert len(found.groups) == 2
+
+
 RTPURBO = {
     "num_attention_heads": 6,
     "num_key_value_heads": 3,

@@ -168,6 +168,12 @@ def test_a_ranking_serves_every_budget(tmp_path):
     found = policy_source(f"ranking={file},budget=0.5,context=4096").policy
     assert found == ranking.policy_of_cache(0.5, 4096)
     assert found.full_share == 0.25  # streaming heads hold some of the half
+    for own in (file, tmp_path / "ranking.json"):
+        (tmp_path / "ranking.json").write_text(json.dumps(ranking.to_json()))
+        with pytest.raises(
+            ConfigError, match=r"ranking take ranking=FILE,budget=0\.5, got 'a rank"
+        ):
+            policy_source(str(own))
     for text, message in (
         (f"ranking={file}", r"expected ranking=.*,budget=, got no budget"),
         (f"ranking={file},budget=2", r"expected budget= with a number from 0 to 1, got '2'"),
