@@ -102,6 +102,11 @@ def _prompts(
             raise ConfigError(
                 f"calibration: expected a tokenizer in {str(checkpoint.path)!r}, found none"
             )
+        if options.num_tokens <= options.window + options.sink:
+            raise ConfigError(
+                f"num_tokens: expected more than window {options.window} and sink {options.sink}, "
+                f"which hide nothing of shorter prompts, got {options.num_tokens}"
+            )
         tasks = TaskPrompts(checkpoint.tokenizer())
         return [
             tasks.recall_prompts(rng, options.num_prompts, options.num_tokens)

@@ -14,6 +14,7 @@ from mrv1.calibration.plot import require_matplotlib
 from mrv1.cli.console import (
     check_target,
     counting_bar,
+    counting_lines,
     say,
     second_interrupt_ends,
     show_table,
@@ -92,8 +93,10 @@ def calibration_result(options: CalibrateOptions, found: Calibration) -> dict[st
 
 
 def _calibrate(options: CalibrateOptions) -> Calibration:
-    """Calibrate under a progress bar, which starts after the progress bar of the weights."""
+    """Calibrate under a progress bar, which starts after that of the weights, or with lines."""
     progress = counting_bar(transient=False)
+    if progress.disable:
+        return calibrate(options, counting_lines("calibrate", "passes of a prompt"))
     task = progress.add_task("calibrate")
 
     def show(done: int, total: int) -> None:

@@ -10,7 +10,8 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
@@ -53,6 +54,24 @@ def counting_bar(*, transient: bool) -> Progress:
         TimeRemainingColumn(),
         transient=transient,
     )
+
+
+def counting_lines(description: str, items: str) -> Callable[[int, int], None]:
+    """Return what says how much of a total is done, where there is no terminal for a bar.
+
+    It prints a line for the first item, and for each tenth of the total.
+    """
+    start, next_share = time.monotonic(), 0.0
+
+    def count(done: int, total: int) -> None:
+        nonlocal next_share
+        if next_share <= done / total < 1:
+            next_share = done * 10 // total / 10 + 0.1
+            left = (time.monotonic() - start) / done * (total - done)
+            time_left = f"{left:.0f} s" if left < 120 else f"{left / 60:.0f} min"
+            say(f"{description}: {done:,} of {total:,} {items}, about {time_left} left")
+
+    return count
 
 
 def check_target(option: str, path: Path | None) -> None:

@@ -95,6 +95,11 @@ def test_calibration_on_synthetic_words_finds_the_recall_head(mrv1: Mrv1, tmp_pa
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     assert full_heads(HeadPolicy.load(output)) == {RECALL_HEAD}
+    # No terminal: lines instead of a bar, for the first pass and for each tenth.
+    lines = re.findall(
+        r"calibrate: (\d+) of 19 passes of a prompt, about \d+ s left", result.stderr
+    )
+    assert [*map(int, lines)] == [1, 2, 4, 6, 8, 10, 12, 14, 16, 18]
     assert [path.name for path in tmp_path.iterdir()] == ["policy.json"]
 
 
@@ -107,6 +112,7 @@ def test_calibration_on_synthetic_words_finds_the_recall_head(mrv1: Mrv1, tmp_pa
         (("--num-prompts", "0"), "num_prompts: expected >= 1, got 0"),
         (("--num-tokens", "4096"), "num_tokens: expected 1 to 2048"),
         (("--num-facts", "99"), "num_tokens: expected room for 99 facts"),
+        (("--data", "tasks", "--window", "252"), "num_tokens: expected more than window 252 and"),
         (("--data", "none.txt"), "data: cannot read 'none.txt'"),
         (("--model", "none"), "model: expected a checkpoint directory"),
         (("--kv-cache-dtype", "int8"), "kv_cache_dtype: expected"),
