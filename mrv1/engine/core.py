@@ -22,7 +22,7 @@ from mrv1.engine.request_maker import RequestMaker, RequestOptions, derive_seed
 from mrv1.engine.scheduler import Scheduler
 from mrv1.engine.scheduler_config import SchedulerConfig
 from mrv1.engine.speculation import Speculation
-from mrv1.errors import CapacityError, ConfigError, RequestError, StepError
+from mrv1.errors import ConfigError, RequestError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.models import DecoderModel, NamedTensors
 from mrv1.runner import (
@@ -253,9 +253,10 @@ class EngineCore:
         former = self.runner.head_policy
         try:
             self.runner.set_head_policy(policy)
-        except CapacityError:
-            self.runner.set_head_policy(former)
-            self.scheduler.configure(self._scheduler_config())  # with other blocks, perhaps
+        except Exception:  # of any type: a kernel may not compile for the new heads
+            if not self.runner.has_kv_cache:
+                self.runner.set_head_policy(former)
+                self.scheduler.configure(self._scheduler_config())  # with other blocks, perhaps
             raise
         self.scheduler.configure(self._scheduler_config())
 

@@ -207,8 +207,13 @@ class ModelRunner(RunnerReports):
         logger.info("%s", self.describe())
         logger.info("%s", clock.describe())
 
+    @property
+    def has_kv_cache(self) -> bool:
+        """Whether there is a KV cache, be it asleep; not before ``allocate_kv_cache``."""
+        return self._unusable != _NO_CACHE
+
     def _check_without_cache(self, call: str) -> None:
-        if self._unusable != _NO_CACHE:
+        if self.has_kv_cache:
             state = "one that was closed" if self._closed else "one with a KV cache"
             raise RuntimeError(f"{call}: expected a runner without a KV cache, got {state}")
 
@@ -454,9 +459,10 @@ class ModelRunner(RunnerReports):
     def set_head_policy(self, policy: HeadPolicy | str | None) -> None:
         """Let KV heads see other tokens, with a new KV cache; see ``LLM.set_head_policy``.
 
-        The caller has ended every request. CapacityError: there is no cache until a call succeeds.
+        The caller has ended every request. After an error in allocating or compiling, there is no
+        cache until a call succeeds.
         """
-        if self._unusable != _NO_CACHE:
+        if self.has_kv_cache:
             self.check_usable()
             self._check_sampled()
         parts = with_policy(self._parts, policy, self._parallel)
@@ -465,7 +471,8 @@ class ModelRunner(RunnerReports):
             self._synchronize()
             self.count_former_steps()
             self._step.graphs.clear()
-            self.kv_cache.free()
+            if self.has_kv_cache:
+                self.kv_cache.free()
             self._take_parts(parts)
             self.listening.move_to(parts.step)
             gc.collect()

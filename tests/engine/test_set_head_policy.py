@@ -18,6 +18,7 @@ from mrv1 import (
     ConfigError,
     EngineConfig,
     HeadPolicy,
+    ModelRunner,
     SamplingParams,
 )
 from mrv1.headwise import FULL, Visible
@@ -59,7 +60,14 @@ def sizes(llm: LLM) -> dict[str, object]:
 @settings(max_examples=3)
 @given(
     policies=st.lists(st.sampled_from([None, HALF, FEW]), min_size=1, max_size=3),
-    options=st.sampled_from([{}, {"window_recycling": False}, {"kv_cache_dtype": "fp8_e4m3"}]),
+    options=st.sampled_from(
+        [
+            {},
+            {"window_recycling": False},
+            {"kv_cache_dtype": "fp8_e4m3"},
+            {"kv_cache_dtype": "int4"},
+        ]
+    ),
 )
 def test_a_live_engine_runs_as_a_new_one(checkpoint, policies, options):
     """Outputs, prefix hits and the division of memory, after any policies before."""
@@ -117,7 +125,9 @@ def test_a_policy_for_another_model_changes_nothing(checkpoint, policy, message)
         assert llm.metrics()["prefix_hit_tokens"] > cached, "the prefix cache is still there"
 
 
-def test_a_cache_that_does_not_fit_brings_the_former_one_back(checkpoint, monkeypatch):
+@pytest.mark.parametrize("failure", [CapacityError, RuntimeError])
+def test_a_cache_that_cannot_be_made_brings_the_former_one_back(checkpoint, monkeypatch, failure):
+    """It does not fit, or a kernel does not compile for its heads."""
     from mrv1.runner import start
 
     with LLM(checkpoint, head_policy=HALF, **OPTIONS) as llm:
@@ -126,16 +136,16 @@ def test_a_cache_that_does_not_fit_brings_the_former_one_back(checkpoint, monkey
 
         def too_many(step, demand):
             if step.head_groups.policy == FEW:
-                raise CapacityError("KV cache: too large")
+                raise failure("KV cache: too large")
             return divide(step, demand)
 
         monkeypatch.setattr(start, "blocks_of_groups", too_many)
-        with pytest.raises(CapacityError, match="too large"):
+        with pytest.raises(failure, match="too large"):
             llm.set_head_policy(FEW)
         assert llm.describe() == said
         assert tokens(llm, 0) == before
         runner = llm.engine.runner
-        with pytest.raises(CapacityError, match="too large"):
+        with pytest.raises(failure, match="too large"):
             runner.set_head_policy(FEW)
         with pytest.raises(RuntimeError, match="expected a KV cache, got none yet"):
             llm.generate(prompts(0)[0], PARAMS)
@@ -143,6 +153,16 @@ def test_a_cache_that_does_not_fit_brings_the_former_one_back(checkpoint, monkey
         llm.set_head_policy(FEW)
         with LLM(checkpoint, head_policy=FEW, **OPTIONS) as other:
             assert tokens(llm, 0) == tokens(other, 0)
+
+
+def test_a_runner_without_a_cache_takes_a_policy_and_allocates(checkpoint):
+    runner = ModelRunner(EngineConfig(model=checkpoint, **OPTIONS), allocates=False)
+    assert not runner.has_kv_cache
+    runner.set_head_policy(FEW)
+    with LLM(checkpoint, head_policy=FEW, **OPTIONS) as llm:
+        assert runner.describe() == llm.engine.runner.describe()
+    assert runner.has_kv_cache
+    runner.close()
 
 
 def test_no_request_may_run_and_nothing_may_sleep(checkpoint):
