@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.models.families import tiny_checkpoint
 from tests.models.test_fp8_cache import HEAD_SCALES, add_tensors, scale_tensors
 
 CPU = torch.device("cpu")
+REPO = Path(__file__).resolve().parents[2]
 LAYERS, HEADS, BLOCK_SIZE, DIM = 3, 4, 32, 64
 VECTORS = LAYERS * 2 * HEADS  # per token, K and V
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -105,6 +107,55 @@ def test_divide_bytes_gives_every_block_that_fits(granularity: ScaleGranularity 
             assert demand().divide_bytes(spec, SHARED, num_bytes, 99) == (num_blocks,)
     assert demand().divide_bytes(spec, SHARED, -1, 99) == (0,)
     assert demand().divide_bytes(spec, SHARED, 1 << 40, 99) == (99,), "no more than can be used"
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "least"), [("auto", 3.9), ("fp8_e4m3", 7.6), ("int4", 14.0)]
+)
+def test_a_policy_divides_the_bytes_of_a_request_of_128k(kv_cache_dtype, least):
+    """llama3-8b in bfloat16 over a policy with a quarter of the heads full, as the engine counts.
+
+    Also in closed form, and as an H100 measured where it did.
+    """
+    context, layers, heads, dim, block_size, window, sink = 131_072, 32, 8, 128, 16, 256, 64
+
+    def request_bytes(name: str, policy: HeadPolicy) -> list[int]:
+        spec = CacheSpec(
+            num_layers=layers,
+            num_kv_heads=heads,
+            block_size=block_size,
+            head_dim=dim,
+            page_format=PageFormat.named(name, "token", torch.bfloat16),
+        )
+        config = EngineConfig(model="tiny", block_size=block_size)
+        demand = StreamingDemand(config, context)
+        groups = HeadGroups.of_roles(
+            policy, block_size=block_size, max_model_len=context, max_query_len=8192
+        )
+        whole = spec.blocks_for(context)
+        return [
+            (whole if group.keeps.is_full else demand.request_blocks(group))
+            * spec.group_bytes(group.num_heads)
+            for group in groups.groups
+        ]
+
+    quarter = HeadPolicy.of_ratio(layers, heads, 0.75, window=window, sink=sink)
+    uniform = request_bytes("auto", HeadPolicy.full(layers, heads))
+    held = request_bytes(kv_cache_dtype, quarter)
+    assert sum(uniform) / sum(held) >= least
+    # A code and its scale, in whole blocks; a window that begins within a block touches one more.
+    vector = {"auto": 2 * dim, "fp8_e4m3": dim + 4, "int4": dim // 2 + 4}[kv_cache_dtype]
+    kept = sink + window + block_size
+    assert held == [2 * layers * 2 * vector * context, 2 * layers * 6 * vector * kept]
+    results = json.loads((REPO / "benchmarks/results/capacity-h100.json").read_text("utf-8"))
+    measured = {
+        (entry["variant"], entry["kv_cache"]["dtype"]): entry["request_bytes"]
+        for entry in results["results"]
+    }
+    assert uniform == measured["uniform", "bfloat16"]
+    names = {"auto": ("recycled", "bfloat16"), "fp8_e4m3": ("recycled-fp8", "float8_e4m3fn")}
+    if kv_cache_dtype in names:
+        assert held == measured[names[kv_cache_dtype]]
 
 
 # --- head groups ---------------------------------------------------------------------------------
