@@ -116,21 +116,27 @@ def empty_experts(
     """
     experts, family = _experts_of(config)
     routing, width, hidden = experts.routing, experts.intermediate_size, config.hidden_size
-    num_experts, bias = routing.num_experts + routing.num_shared, None
-    if family.bias is not None:
-        shape = (1,) * (family.bias_dims - 1) + (routing.num_experts,)
-        bias = torch.empty(shape, dtype=torch.float32, device=device)
-    router = dtype if routing.rounds_logits else torch.promote_types(dtype, torch.float32)
+    num_experts = routing.num_experts + routing.num_shared
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def stack(form: ModuleFormat, rows: int, num_in: int, shared: int = 1) -> QuantizedWeight:
+    def router() -> dict[str, torch.Tensor]:
+        wide = dtype if routing.rounds_logits else torch.promote_types(dtype, torch.float32)
+        tensors = {"router": empty(routing.num_experts, hidden, dtype=wide)}
+        if family.bias is not None:
+            shape = (1,) * (family.bias_dims - 1) + (routing.num_experts,)
+            tensors["router_bias"] = empty(*shape, dtype=torch.float32)
+        return tensors
+
+    def codes(form: ModuleFormat, rows: int, num_in: int, unit: int) -> QuantizedWeight:
         if form.has_order:
             raise ConfigError(
                 f"quantization_config: {_block(layer, family)}.experts: expected groups of "
                 "neighbouring inputs, got an order of inputs (desc_act, or actorder 'group')"
             )
+        # In a stack, and of two modules, rows share no scale.
+        shared = 1 if experts.is_stacked else gcd(form.rows, unit)
         weight = form.empty(
             [num_experts * rows], num_in, rows_per_scale=shared, dtype=dtype, device=device
         )
@@ -139,45 +145,33 @@ def empty_experts(
         }
         return replace(weight, **parts)
 
-    def values(num_experts: int, width: int, visual: ExpertWeights | None = None) -> ExpertWeights:
-        return ExpertWeights(
-            router=empty(routing.num_experts, hidden, dtype=router),
-            router_bias=None if bias is None else torch.empty_like(bias),
-            gate_up=empty(2, num_experts, width, hidden),
-            down=empty(hidden, num_experts, width),
-            visual=visual,
-        )
-
-    gate_up_form, down_form = (_format(config, layer, name) for name in (GATE_UP, DOWN))
-    if not experts.is_stacked:
-        visual = None
-        if experts.visual_size is not None:
-            visual = values(routing.num_experts, experts.visual_size)
-        weights = values(num_experts, width, visual)
-        if gate_up_form is not None:  # rows of two modules share no scale
-            shared = gcd(gate_up_form.rows, width)
-            weights = replace(weights, gate_up=stack(gate_up_form, 2 * width, hidden, shared))
-        if down_form is not None:
-            shared = gcd(down_form.rows, hidden)
-            weights = replace(weights, down=stack(down_form, hidden, width, shared))
-        return weights
     gate_up: torch.Tensor | QuantizedWeight
-    if gate_up_form is not None:
-        gate_up = stack(gate_up_form, 2 * width, hidden)
-    else:  # in turns, as in the checkpoint
+    down: torch.Tensor | QuantizedWeight
+    if (form := _format(config, layer, GATE_UP)) is not None:
+        gate_up = codes(form, 2 * width, hidden, width)
+    elif experts.is_stacked:  # in turns, as in the checkpoint
         gate_up = empty(num_experts, width, 2, hidden).permute(2, 0, 1, 3)
-    down: torch.Tensor | QuantizedWeight = (
-        empty(hidden, num_experts, width) if down_form is None else stack(down_form, hidden, width)
-    )
-    return ExpertWeights(
-        router=empty(routing.num_experts, hidden, dtype=router),
-        router_bias=bias,
-        logits_bias=empty(routing.num_experts),
-        gate_up=gate_up,
-        gate_up_bias=empty(num_experts, width, 2).transpose(1, 2),
-        down=down,
-        down_bias=empty(num_experts, hidden),
-    )
+    else:
+        gate_up = empty(2, num_experts, width, hidden)
+    if (form := _format(config, layer, DOWN)) is not None:
+        down = codes(form, hidden, width, hidden)
+    else:
+        down = empty(hidden, num_experts, width)
+    weights = ExpertWeights(gate_up=gate_up, down=down, **router())
+    if experts.is_stacked:
+        return replace(
+            weights,
+            logits_bias=empty(routing.num_experts),
+            gate_up_bias=empty(num_experts, width, 2).transpose(1, 2),
+            down_bias=empty(num_experts, hidden),
+        )
+    if (size := experts.visual_size) is not None:
+        gate_up, down = (
+            empty(2, routing.num_experts, size, hidden),
+            empty(hidden, routing.num_experts, size),
+        )
+        return replace(weights, visual=ExpertWeights(gate_up=gate_up, down=down, **router()))
+    return weights
 
 
 def expert_tensors(

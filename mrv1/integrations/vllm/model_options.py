@@ -13,14 +13,15 @@ RANK_INVARIANT = "rank_invariant"
 
 MODULE = "mrv1.integrations.vllm.models"
 
-ARCHITECTURES = (
-    "Ernie4_5ForCausalLM",
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-"""vLLM's architectures that take the options, with ``Mrv1`` in front of the name."""
+ARCHITECTURES = {
+    "Ernie4_5ForCausalLM": "ernie45",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""vLLM's architectures that take the options, with ``Mrv1`` in front of the name, and the modules
+of their classes."""
 
 
 def register() -> None:

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.model_executor.models.ernie45 import Ernie4_5ForCausalLM
-from vllm.model_executor.models.llama import LlamaForCausalLM
-from vllm.model_executor.models.mistral import MistralForCausalLM
-from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
-from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
 from mrv1.errors import ConfigError
 from mrv1.integrations.vllm.draw_sampler import DrawModelState, check_support
 from mrv1.integrations.vllm.head_order import reordered
 from mrv1.integrations.vllm.head_wise import divide_heads
-from mrv1.integrations.vllm.model_options import HEAD_POLICY, SAMPLER
+from mrv1.integrations.vllm.model_options import ARCHITECTURES, HEAD_POLICY, SAMPLER
+from mrv1.integrations.vllm.versions import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,21 +60,7 @@ class Mrv1Model:
         return DrawModelState if self._draws else DefaultModelState
 
 
-class Mrv1Ernie4_5ForCausalLM(Mrv1Model, Ernie4_5ForCausalLM):  # type: ignore[misc] # noqa: N801
-    """ERNIE 4.5 with mrv1's options."""
-
-
-class Mrv1LlamaForCausalLM(Mrv1Model, LlamaForCausalLM):  # type: ignore[misc]
-    """Llama with mrv1's options."""
-
-
-class Mrv1MistralForCausalLM(Mrv1Model, MistralForCausalLM):  # type: ignore[misc]
-    """Mistral with mrv1's options."""
-
-
-class Mrv1Qwen2ForCausalLM(Mrv1Model, Qwen2ForCausalLM):  # type: ignore[misc]
-    """Qwen2 with mrv1's options."""
-
-
-class Mrv1Qwen3ForCausalLM(Mrv1Model, Qwen3ForCausalLM):  # type: ignore[misc]
-    """Qwen3 with mrv1's options."""
+for _name, _module in ARCHITECTURES.items():
+    _base = resolve(f"vllm.model_executor.models.{_module}:{_name}")
+    _names = {"__module__": __name__, "__doc__": f"vLLM's {_name} with mrv1's options."}
+    globals()[f"Mrv1{_name}"] = type(_base)(f"Mrv1{_name}", (Mrv1Model, _base), _names)
