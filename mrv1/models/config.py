@@ -56,20 +56,18 @@ _SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape and options of a decoder-only model; ConfigError: contradictory, unsupported."""
+    """Shape and options of a decoder-only model; ConfigError: contradictory, unsupported.
+
+    Fields without a description are those of ``Architecture``, or named as in transformers.
+    """
 
     architecture: str
     """Key of ``mrv1.models.architectures.ARCHITECTURES``."""
     vocab_size: int
-    """Rows of the embedding."""
     hidden_size: int
-    """Width of the residual stream."""
     intermediate_size: int
-    """Width of the MLP."""
     num_layers: int
-    """Decoder layers."""
     num_q_heads: int
-    """Query heads."""
     num_kv_heads: int
     """KV heads; divides ``num_q_heads``."""
     head_dim: int
@@ -81,25 +79,16 @@ class ModelConfig:
     tie_word_embeddings: bool
     """Whether the output head is the embedding."""
     qkv_bias: bool
-    """Bias of the query, key and value projections."""
     o_bias: bool
-    """Bias of the attention output projection."""
     mlp_bias: bool
-    """Bias of the MLP's projections."""
     qk_norm: QKNormKind
-    """RMS norms of queries and keys before rope."""
     activation: Activation = "silu_and_mul"
-    """The activation of an MLP's gates."""
     norm_order: NormOrder = "before"
-    """Where a layer's RMS norms are."""
     norms_add_one: bool = False
-    """Whether norms multiply by 1 + their weights, in float32."""
     rope: RopeConfig
-    """Rotary embedding."""
     window_rope: RopeConfig | None = None
     """Rotary embedding of layers with a window; None = ``rope``."""
     rope_interleaved: bool
-    """Rope pairs (2i, 2i + 1) instead of (i, i + head_dim / 2)."""
     rope_layers: tuple[bool, ...] | None = None
     """Per layer: whether rope turns its queries and keys; None = all layers."""
     embed_scale: float | None = None
@@ -120,7 +109,6 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     """The same for logits."""
     has_sinks: bool = False
-    """Whether each query head has a logit sink."""
     layer_windows: tuple[int, ...]
     """Per layer: visible tokens including the current one, -1 = full context."""
     eos_token_ids: tuple[int, ...] = ()

@@ -68,25 +68,15 @@ def load_model(
     the model is never in memory twice. Of several ranks, each reads only its part. Quantized
     matrices stay codes; tensors of a GGUF file are read or dequantized one by one, as a whole.
 
-    Args:
-        path: whatever ``EngineConfig.model`` may be.
-        device: where the weights go.
-        dtype: float32, float16, bfloat16 or (reference ops only) float64.
-        ops: the ops that ``select_ops`` returned for the device.
-        progress: whether to show a progress bar if stderr is a terminal.
-        parallel: as in ``DecoderModel``.
-        deterministic: as in ``DecoderModel``.
-        rank_invariant: as in ``DecoderModel``.
-        load_format: as in ``EngineConfig``; ``dummy`` makes up weights and reads none.
-        quantization: as in ``EngineConfig``.
-        max_model_len: most tokens of a request, as in ``ModelConfig.for_context``.
-        config: the checkpoint's configuration for this device and context, if it is known;
-            ``quantization`` and ``max_model_len`` then have no effect.
+    ``path``, ``load_format`` and ``quantization`` are as in ``EngineConfig``, ``dtype`` may be
+    float64 with reference ops, and ``max_model_len`` is that of ``ModelConfig.for_context``. Where
+    the checkpoint's configuration for this device and context is known, it is ``config``, and
+    ``quantization`` and ``max_model_len`` have no effect. ``progress``: show a bar if stderr is a
+    terminal. The others are as in ``DecoderModel``.
 
-    Raises:
-        ConfigError: the configuration is not supported, or weights are missing, surplus,
-            misshaped, of another dtype or unreadable; one message lists everything found. Or
-            ``dummy`` weights of a GGUF file.
+    ConfigError: the configuration is not supported, or weights are missing, surplus, misshaped, of
+    another dtype or unreadable; one message lists everything found. Or ``dummy`` weights of a GGUF
+    file.
     """
     checkpoint = Checkpoint.open(path)
     if config is None:

@@ -319,15 +319,11 @@ def checkpoint_places(
 ) -> dict[str, Place]:
     """Return where each tensor of a checkpoint goes; a tied head has no place.
 
-    Args:
-        config: the rank's own configuration.
-        weights: the rank's weights, of ``empty_weights``; on device ``meta`` if need be.
-        whole: the configuration of the whole model; None = ``config``.
-        parallel: the rank.
+    ``config`` and ``weights``, of ``empty_weights``, are the rank's own, on device ``meta`` if
+    need be; ``whole`` is the configuration of the whole model, None = ``config``.
 
-    Raises:
-        ConfigError: modules are quantized that cannot be, or a rank would have a part of a group
-            that shares a scale.
+    ConfigError: modules are quantized that cannot be, or a rank would have a part of a group that
+    shares a scale.
     """
     whole, parallel = whole or config, parallel or ParallelContext()
     plain = _plain_tensors(config, weights)

@@ -582,17 +582,11 @@ class Mrv1AttentionImpl(AttentionImpl[Mrv1AttentionMetadata]):  # type: ignore[m
     ) -> torch.Tensor:
         """Write the step's keys and values to the cache, and attend from its queries to the cache.
 
-        Args:
-            layer: vLLM's layer; unused, as scales are computed from the values.
-            query: ``[tokens, heads, head_size]``, padding last.
-            key: ``[tokens, kv_heads, head_size]``, padding last; None or ignored in a layer that
-                shares the cache of another.
-            value: likewise.
-            kv_cache: the layer's cache. *Written*.
-            attn_metadata: of the step; None while vLLM measures memory, before there is a cache.
-            output: like ``query``. *Written*; rows of padding may stay as they are.
-            output_scale: None; a quantized output is a ConfigError.
-            output_block_scale: likewise.
+        ``query`` and ``output``, which is *written*, are ``[tokens, heads, head_size]``, padding
+        last; ``key`` and ``value`` ``[tokens, kv_heads, head_size]``, None or ignored in a layer
+        that shares the cache of another. There is no ``attn_metadata`` while vLLM measures memory,
+        before there is a cache. ``layer`` is unused: scales are computed from the values.
+        ConfigError: a quantized output.
         """
         if output_scale is not None or output_block_scale is not None:
             raise ConfigError(

@@ -52,21 +52,14 @@ class Module:
 def read_adapter(
     name: str, path: str | Path, config: ModelConfig, base: Checkpoint, *, max_rank: int
 ) -> StoredAdapter:
-    """Return the adapter in a folder that PEFT has written.
+    """Return the adapter in a folder that PEFT has written, with the values that PEFT uses.
 
-    Its values are those that PEFT's ``LoraModel`` computes with, whatever dtype they have.
+    ``path`` has ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bin``; ``config``
+    is the whole model's, and ``base`` its checkpoint: tensors of the model itself, which PEFT
+    stores beside an adapter of the embedding, must be as they are there.
 
-    Args:
-        name: the adapter's, for messages.
-        path: a folder with ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bin``.
-        config: the whole model's.
-        base: the model's checkpoint. Tensors of the model itself, which PEFT stores beside an
-            adapter of the embedding, must be as they are there.
-        max_rank: the largest rank.
-
-    Raises:
-        ConfigError: the folder is unreadable or of another model, or mrv1 does not serve what its
-            settings ask for; one message lists the problems.
+    ConfigError: the folder is unreadable or of another model, or mrv1 does not serve what its
+    settings ask for; one message lists the problems.
     """
     where = f"adapter {name!r} ({str(path)!r})"
     try:
