@@ -177,12 +177,8 @@ def make_app(llm: AsyncLLM, model: str) -> Starlette:
             with_usage = bool(body["stream_options"].get("include_usage"))
             stream = events(head, first, requests[0], with_usage)
             return StreamingResponse(stream, media_type="text/event-stream")
-        try:
-            async with asyncio.TaskGroup() as group:  # the first error ends all
-                tasks = [group.create_task(last_of(request, each)) for each in requests]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        done = [task.result() for task in tasks]
+        # After an error, whose answer ends the client's request, the others are aborted.
+        done = await asyncio.gather(*(last_of(request, each) for each in requests))
         return JSONResponse(head | {"choices": choices(kind, done, {}), "usage": usage(done)})
 
     @asynccontextmanager

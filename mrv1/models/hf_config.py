@@ -27,6 +27,7 @@ WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 _STATEFUL = frozenset(("linear_attention", "mamba", "recurrent", "conv"))
+_WINDOW = "sliding_attention"
 _STATE = "state-space, linear-attention or convolution layers"
 _ACTIVATIONS: dict[Activation, tuple[str, tuple[str, ...]]] = {
     "silu_and_mul": ("hidden_act", ("silu", "swish")),
@@ -132,9 +133,10 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
             f"got {count!r}"
         )
     read: dict[str, Any] = {}
+    has_window_rope = (family.has_window_rope and _WINDOW in text.layer_types) or None
     for field, reader in (
         ("rope", lambda: _rope(text, head_dim, family, "full_attention")),
-        ("window_rope", lambda: _window_rope(text, head_dim, family)),
+        ("window_rope", lambda: has_window_rope and _rope(text, head_dim, family, _WINDOW)),
         ("rope_layers", lambda: _rope_layers(text, family)),
         ("layer_windows", lambda: _layer_windows(text, family)),
         ("multipliers", lambda: _multipliers(text, family)),
@@ -147,7 +149,11 @@ def model_fields(hf: Any) -> dict[str, Any]:  # noqa: ANN401 - each family has i
         except ConfigError as error:
             problems.append(str(error))
     raise_problems("model config", problems)
-    max_model_len = _max_model_len(text.max_position_embeddings, read["rope"])
+    rope, max_model_len = read["rope"], text.max_position_embeddings
+    if rope.rope_type == "yarn":  # that may be the original context
+        max_model_len = max(
+            max_model_len, int(rope.factor * rope.original_max_position_embeddings)
+        )
     if not family.has_window_rope:  # a window that hides nothing would cost masks
         windows = (-1 if each >= max_model_len else each for each in read["layer_windows"])
         read["layer_windows"] = tuple(windows)
@@ -218,12 +224,6 @@ def _rope(hf: Any, head_dim: int, family: Architecture, kind: str) -> RopeConfig
         mrope=family.mrope,
         may_be_partial=family.has_partial_rope,
     )
-
-
-def _window_rope(hf: Any, head_dim: int, family: Architecture) -> RopeConfig | None:  # noqa: ANN401
-    if not family.has_window_rope or "sliding_attention" not in hf.layer_types:
-        return None
-    return _rope(hf, head_dim, family, "sliding_attention")
 
 
 def _rope_layers(hf: Any, family: Architecture) -> tuple[bool, ...] | None:  # noqa: ANN401
@@ -307,7 +307,7 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
         return (window or -1,) * num_layers
     if not getattr(hf, "use_sliding_window", True):
         window = None
-    by_type: dict[str, int | None] = {"full_attention": -1, "sliding_attention": window}
+    by_type: dict[str, int | None] = {"full_attention": -1, _WINDOW: window}
     unknown = sorted({kind for kind in hf.layer_types if by_type.get(kind) is None})
     if unknown:
         usable = [kind for kind, value in by_type.items() if value is not None]
@@ -317,13 +317,6 @@ def _layer_windows(hf: Any, family: Architecture) -> tuple[int, ...]:  # noqa: A
             + (f": it needs {_STATE}, which mrv1 lacks" if _STATEFUL & {*unknown} else "")
         )
     return tuple(by_type[kind] or -1 for kind in hf.layer_types)
-
-
-def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Return the longest context; yarn's ``max_position_embeddings`` may be the original one."""
-    if rope.rope_type != "yarn":
-        return max_position_embeddings
-    return max(max_position_embeddings, int(rope.factor * rope.original_max_position_embeddings))
 
 
 def _dtype(dtype: object) -> torch.dtype:

@@ -157,18 +157,6 @@ class ModelWeights:
         return codes, of_experts
 
 
-def rank_part(
-    name: str, whole: Sequence[int], own: Sequence[int], parallel: ParallelContext
-) -> tuple[slice, ...]:
-    """Return where a rank's part, of shape ``own``, is in a tensor of shape ``whole``.
-
-    The part of the embedding and of the head may have fewer rows, or none: padding follows.
-    """
-    if name in (EMBED, HEAD):
-        return parallel.vocab_part(whole[0]), slice(0, whole[1])
-    return parallel.part(whole, own)
-
-
 class _Place(NamedTuple):
     """A field of ``LayerWeights`` and the checkpoint's tensors in it."""
 
@@ -334,7 +322,10 @@ def checkpoint_places(
     places: dict[str, Place] = {}
     for name, target in plain.items():
         shape = tuple(wholes[name].shape)
-        part = rank_part(name, shape, target.shape, parallel)
+        if name in (EMBED, HEAD):  # there may be fewer rows than in the target, or none
+            part = parallel.vocab_part(shape[0]), slice(0, shape[1])
+        else:
+            part = parallel.part(shape, target.shape)
         adds_one = config.norms_add_one and name.endswith("norm.weight")
         places[name] = Place(
             target=target, shape=shape, part=part, dtypes=FLOAT_DTYPES,

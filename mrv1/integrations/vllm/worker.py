@@ -175,10 +175,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         layers = range(self._runner.spec.num_layers)
         return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 
-    def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return the layout of mrv1's pages."""
-        return [KV_LAYOUT]
-
     def determine_available_memory(self) -> int:
         """Return the bytes that the weights and a full step leave for the KV cache."""
         return self._runner.measure_kv_cache_bytes()
@@ -355,10 +351,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         """Return the runner's line about device, path, dtypes and blocks."""
         return self._runner.describe()
 
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        """Return what the worker can do: generate text."""
-        return ("generate",)
-
     def get_cache_block_size_bytes(self) -> int:
         """Return the bytes of a block over all layers."""
         return self._runner.spec.block_bytes
@@ -380,22 +372,16 @@ class Worker(WorkerBase):  # type: ignore[misc]
         config = self.vllm_config.profiler_config
         if config is None or config.profiler is None:
             raise ConfigError("profile: expected --profiler-config with a profiler, got none")
-        limits = {
-            name: value
-            for name, value in (
-                ("delay_iterations", delay_iterations),
-                ("max_iterations", max_iterations),
-            )
-            if value is not None
-        }
+        limits = {"delay_iterations": delay_iterations, "max_iterations": max_iterations}
+        given = {name: value for name, value in limits.items() if value is not None}
         if not is_start:
             if self._profiler is not None:
                 self._profiler.stop()
                 self._profiler = None
             return
         if self._profiler is None:
-            self._profiler = self._new_profiler(profile_prefix, limits, profiler_kwargs)
-        self._profiler.start(**limits)
+            self._profiler = self._new_profiler(profile_prefix, given, profiler_kwargs)
+        self._profiler.start(**given)
 
     def _new_profiler(
         self, prefix: str | None, limits: dict[str, int], options: dict[str, Any] | None
@@ -476,12 +462,14 @@ ANSWERS: dict[str, Callable[[], object]] = {
     "execute_dummy_batch": lambda: None,  # no other rank waits for a step of this one
     "get_compilation_match_table": dict,
     "get_encoder_timing_stats": dict,
+    "get_supported_kv_cache_layouts": lambda: [KV_LAYOUT],
+    "get_supported_tasks": lambda: ("generate",),
     "reset_encoder_cache": lambda: None,
     "reset_mm_cache": lambda: None,
     "take_draft_token_ids": lambda: None,
     **{name: partial(_refuse, name) for name in REFUSED_CALLS},
 }
-"""Control calls with one answer: no drafts, encoders, media or passes of vLLM."""
+"""Calls with one answer: it generates text, without drafts, encoders, media or passes of vLLM."""
 
 
 def _answering(name: str, answer: Callable[[], object]) -> Callable[..., object]:
