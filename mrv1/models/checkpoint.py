@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -62,12 +62,20 @@ class StoredTensor:
 class Scan:
     """The headers of a checkpoint's files."""
 
-    named: set[str] | None = None
-    """Tensors that the checkpoint claims to hold; None = the claim itself is unreadable."""
+    named: set[str] = field(default_factory=set)
+    """Tensors that the checkpoint claims to hold; none if the claim itself is unreadable."""
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     """The tensors that can be read, by name."""
     problems: list[str] = field(default_factory=list)
     """Everything wrong with the index and the files."""
+
+    def rename(self, usual: Callable[[str], str | None]) -> None:
+        """Give tensors their ``usual`` names; None = a tensor is left out."""
+        names = {own: name for own in self.named if (name := usual(own)) is not None}
+        counts = Counter(names.values())
+        self.problems += [f"{name}: stored twice" for name, n in sorted(counts.items()) if n > 1]
+        self.named = {*counts}
+        self.tensors = {names[own]: t for own, t in self.tensors.items() if own in names}
 
 
 class Checkpoint:
@@ -182,13 +190,9 @@ class Checkpoint:
         ``quantization`` says whether blocks of a GGUF file are kept.
         """
         scan = self._scan(quantization)
-        if not has_vision:
-            return scan
-        return Scan(
-            named=None if scan.named is None else set(_text_names(scan.named)),
-            tensors={n: scan.tensors[own] for n, own in _text_names(scan.tensors).items()},
-            problems=scan.problems,
-        )
+        if has_vision:
+            scan.rename(text_name)
+        return scan
 
     def read(
         self,
@@ -337,11 +341,6 @@ def _piece(stored: Any, tensor: StoredTensor) -> torch.Tensor:  # noqa: ANN401 -
         return turned.T
     piece: torch.Tensor = stored[tensor.index]
     return piece
-
-
-def _text_names(stored_names: Iterable[str]) -> dict[str, str]:
-    """Return the names of the text model's tensors, and the stored name of each."""
-    return {name: own for own in stored_names if (name := text_name(own)) is not None}
 
 
 def scale_names(layer: int, part: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from mrv1.models.fused import OtherNames
 from mrv1.models.hf_config import WEIGHT_DTYPES
 from mrv1.models.parallel import ParallelContext
 from mrv1.models.places import Place, dtype_text, memory_of
-from mrv1.models.quantization import Quantization, zero_problem
+from mrv1.models.quantization import zero_problem
 from mrv1.models.weights import (
     EMBED,
     HEAD,
@@ -139,13 +138,16 @@ def load_weights(
     if dtype not in WEIGHT_DTYPES:
         raise ConfigError(f"dtype: expected one of {WEIGHT_DTYPES}, got {dtype}")
     scan = checkpoint.scan(has_vision=config.has_vision, quantization=config.quantization)
-    if config.tie_word_embeddings:
-        _rename_tied_head(scan)
-    _leave_out_drafter(scan, config)
+    if not scan.named:
+        raise_problems(checkpoint.where, scan.problems)
+    if config.tie_word_embeddings and EMBED not in scan.named:
+        # A head stored for its tied embedding: safetensors keeps the alphabet's first name.
+        scan.rename(lambda name: EMBED if name == HEAD else name)
+    scan.rename(lambda name: None if config.is_of_drafter(name) else name)
     if config.other_names is not None:
         _split_fused(scan, config.other_names)
     if config.quantization is not None:
-        _rename(scan, config.quantization)
+        scan.rename(config.quantization.renamed)
     vocab_rows = parallel.vocab_rows(config.vocab_size)
     # Without memory at first: all that headers tell is known to be right before any is taken.
     meta = empty_weights(own, "meta", dtype, vocab_rows=vocab_rows)
@@ -183,34 +185,8 @@ def load_weights(
     return weights
 
 
-def _rename(scan: Scan, quantization: Quantization) -> None:
-    """Give stored tensors the names that their method has for them."""
-    if scan.named is not None:
-        names = Counter(map(quantization.renamed, scan.named))
-        scan.problems += [f"{name}: stored twice" for name, count in names.items() if count > 1]
-        scan.named = set(names)
-        scan.tensors = {quantization.renamed(n): tensor for n, tensor in scan.tensors.items()}
-
-
-def _rename_tied_head(scan: Scan) -> None:
-    """Rename a head stored for its tied embedding: safetensors keeps the alphabet's first name."""
-    if scan.named is not None and HEAD in scan.named and EMBED not in scan.named:
-        scan.named = (scan.named - {HEAD}) | {EMBED}
-        if HEAD in scan.tensors:
-            scan.tensors[EMBED] = scan.tensors.pop(HEAD)
-
-
-def _leave_out_drafter(scan: Scan, config: ModelConfig) -> None:
-    """Forget tensors that only predict further tokens."""
-    if scan.named is not None:
-        scan.named = {name for name in scan.named if not config.is_of_drafter(name)}
-        scan.tensors = {n: t for n, t in scan.tensors.items() if not config.is_of_drafter(n)}
-
-
 def _split_fused(scan: Scan, names: OtherNames) -> None:
     """Replace other names, and fused tensors, by the usual names and by their parts."""
-    if scan.named is None:
-        return
     named: set[str] = set()
     tensors: dict[str, StoredTensor] = {}
     for stored_name in sorted(scan.named):
@@ -241,7 +217,7 @@ def _leave_out_zero_biases(
     for name, values in checkpoint.read({name: scan.tensors.pop(name) for name in sorted(names)}):
         if problem := zero_problem(values):
             scan.problems.append(f"{name}: {problem}")
-    scan.named = scan.named and scan.named - names
+    scan.named -= names
 
 
 def biases_of_none(places: Mapping[str, Place]) -> set[str]:
@@ -253,8 +229,6 @@ def differences(
     scan: Scan, wanted: Mapping[str, Place], *, is_tied: bool, owner: str = "model"
 ) -> list[str]:
     """Return every difference between a checkpoint's tensors and those of the ``owner``."""
-    if scan.named is None:
-        return []
     problems = [f"{name}: missing" for name in wanted if name not in scan.named]
     problems += [
         f"{name}: surplus, the {owner} has no such tensor"

@@ -43,11 +43,11 @@ def load_head(head: HeadConfig, path: str | Path, target: DecoderModel, ops: Ops
     """
     checkpoint = Checkpoint.open(path)
     scan, is_mtp = checkpoint.scan(), head.kind == "mtp"
-    if scan.named is not None:
-        begin = MTP_TENSORS if is_mtp else ""
-        scan.named = {name for name in scan.named - _UNUSED if name.startswith(begin)}
-        scan.tensors = {name: scan.tensors[name] for name in scan.named & scan.tensors.keys()}
-    empty = partial(_empty, head, scan.named or (), dtype=target.dtype)
+    if not scan.named:
+        raise_problems(checkpoint.where, scan.problems)
+    begin = MTP_TENSORS if is_mtp else ""
+    scan.rename(lambda name: name if name.startswith(begin) and name not in _UNUSED else None)
+    empty = partial(_empty, head, scan.named, dtype=target.dtype)
     wanted = _places(head, *empty(device="meta"))
     problems = scan.problems + differences(scan, wanted, is_tied=False, owner="head")
     raise_problems(checkpoint.where, problems)
