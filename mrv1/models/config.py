@@ -205,40 +205,30 @@ class ModelConfig:
         """Check that the sizes fit together."""
         sizes = {name: getattr(self, name) for name in _SIZES}
         problems = [f"{name}: expected >= 1, got {n}" for name, n in sizes.items() if n < 1]
-        if not problems and self.num_q_heads % self.num_kv_heads:
-            problems.append(
-                f"num_kv_heads: expected a divisor of {self.num_q_heads} query heads, "
-                f"got {self.num_kv_heads}"
-            )
-        if self.max_model_len > MAX_CONTEXT:
-            problems.append(
-                f"max_model_len: expected {MAX_CONTEXT} tokens at most, got {self.max_model_len}"
-            )
-        if self.head_dim not in HEAD_DIMS:
-            problems.append(
-                f"head_dim: expected a multiple of 16 from 16 to 256, got {self.head_dim}"
-            )
-        if len(self.layer_windows) != self.num_layers:
-            problems.append(
-                f"layer_windows: expected {self.num_layers} entries, got {len(self.layer_windows)}"
-            )
-        if self.rope_layers is not None and len(self.rope_layers) != self.num_layers:
-            problems.append(
-                f"rope_layers: expected {self.num_layers} entries, got {len(self.rope_layers)}"
-            )
-        if any(window != -1 and window < 1 for window in self.layer_windows):
-            problems.append(f"layer_windows: expected -1 or >= 1, got {self.layer_windows}")
-        if self.experts is not None:
-            if self.norm_order != "before":
-                problems.append(
-                    f"norm_order: expected 'before' with experts, got {self.norm_order!r}"
-                )
-            if self.activation != "silu_and_mul":
-                problems.append(
-                    f"activation: expected 'silu_and_mul' with experts, got {self.activation!r}"
-                )
-            if self.mlp_bias:
-                problems.append("mlp_bias: expected none with experts, got one")
+        for wrong, problem in (
+            (not problems and self.num_q_heads % self.num_kv_heads,
+             f"num_kv_heads: expected a divisor of {self.num_q_heads} query heads, "
+             f"got {self.num_kv_heads}"),
+            (self.max_model_len > MAX_CONTEXT,
+             f"max_model_len: expected {MAX_CONTEXT} tokens at most, got {self.max_model_len}"),
+            (self.head_dim not in HEAD_DIMS,
+             f"head_dim: expected a multiple of 16 from 16 to 256, got {self.head_dim}"),
+            (any(window != -1 and window < 1 for window in self.layer_windows),
+             f"layer_windows: expected -1 or >= 1, got {self.layer_windows}"),
+            (self.experts and self.norm_order != "before",
+             f"norm_order: expected 'before' with experts, got {self.norm_order!r}"),
+            (self.experts and self.activation != "silu_and_mul",
+             f"activation: expected 'silu_and_mul' with experts, got {self.activation!r}"),
+            (self.experts and self.mlp_bias, "mlp_bias: expected none with experts, got one"),
+        ):  # fmt: skip
+            if wrong:
+                problems.append(problem)
+        for name, entries in (
+            ("layer_windows", self.layer_windows),
+            ("rope_layers", self.rope_layers),
+        ):
+            if entries is not None and len(entries) != self.num_layers:
+                problems.append(f"{name}: expected {self.num_layers} entries, got {len(entries)}")
         raise_problems("model config", problems)
 
     @classmethod

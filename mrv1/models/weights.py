@@ -445,25 +445,22 @@ def _check_quantized_modules(config: ModelConfig) -> None:
     kinds = {"model.embed_tokens": "Embedding", "lm_head": "Linear"}
     if quantization.has_vocabulary:
         kinds = {}
-    for index in range(config.num_layers):
-        if config.has_experts(index):
-            kinds |= dict.fromkeys(full_precision_modules(config, index), "Linear")
+    layers = [index for index in range(config.num_layers) if config.has_experts(index)]
+    for index in layers:
+        kinds |= dict.fromkeys(full_precision_modules(config, index), "Linear")
     if quantization.needs_stacks and (config.experts is None or not config.experts.is_stacked):
         raise ConfigError(
             f"quantization_config.quant_method: expected another than {quantization.method!r}, "
             f"which is that of gpt-oss's experts, for {config.architecture}"
         )
-    where = "quantization" if quantization.quantizes else "quantization_config"
-    advice = "list it in ignore or modules_to_not_convert if it is not"
-    if quantization.quantizes:
-        advice = "pass None"
-    else:
-        fused = (f"model.layers.0.{name}" for name in architecture.fused)
-        kinds |= dict.fromkeys(fused, "Linear")
+    where, advice = "quantization", "pass None"
+    if not quantization.quantizes:
+        where = "quantization_config"
+        advice = "list it in ignore or modules_to_not_convert if it is not"
+        kinds |= {f"model.layers.0.{name}": "Linear" for name in architecture.fused}
     mixed = [
         f"{name}: expected what the layer's first expert is stored as, got another format"
-        for index in range(config.num_layers)
-        if config.has_experts(index)
+        for index in layers
         for name in mixed_experts(config, index)
     ]
     raise_problems(
