@@ -129,12 +129,7 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
+        *_: object,  # which combine with all
     ) -> str | None:
         """Return what to choose instead of an unsupported ``kv_cache_dtype``."""
         name = kv_cache_dtype or "auto"
