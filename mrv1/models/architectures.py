@@ -7,13 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mrv1.kernels.layers.contracts import Activation
-from mrv1.models.experts import (
-    ExpertFamily,
-    after_dense,
-    by_interval,
-    by_layer_type,
-    by_sparse_step,
-)
+from mrv1.models.experts import ExpertFamily, by_interval, by_sparse_step
 from mrv1.models.fused import GATE_UP, QKV
 from mrv1.models.rope import MRopeOrder
 from mrv1.models.vision import VideoTime
@@ -261,7 +255,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "least_sum": 1e-20,
                 "scale": "routed_scaling_factor",
             },
-            has_experts=after_dense,
+            has_experts=lambda text, layer: layer >= text.first_k_dense_replace,
             bias="gate.e_score_correction_bias",
         ),
         drafter="model.layers.{}.",
@@ -286,7 +280,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         has_encoder=False,
         experts=replace(
             _ERNIE_EXPERTS,
-            has_experts=by_layer_type,
+            has_experts=lambda text, layer: text.mlp_layer_types[layer] == "sparse",
             bias="text_moe.gate.moe_statics.e_score_correction_bias",
             visual=("gate.weight_1", "vision_moe.gate.moe_statics.e_score_correction_bias"),
         ),

@@ -42,11 +42,6 @@ class ExpertsConfig:
         return replace(self, intermediate_size=self.intermediate_size // size, visual_size=visual)
 
 
-def every_layer(text: Any, layer: int) -> bool:  # noqa: ANN401
-    """Whether a layer has experts: each has."""
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFamily:
     """How a family names the settings of its experts in config.json, and their tensors."""
@@ -55,7 +50,7 @@ class ExpertFamily:
     """By field of ``Routing``: a setting's name, or the value for the whole family."""
     intermediate_size: str = "moe_intermediate_size"
     """The setting with the width of an expert."""
-    has_experts: Callable[[Any, int], bool] = every_layer
+    has_experts: Callable[[Any, int], bool] = lambda text, layer: True
     """Whether a layer of a configuration, by its index, has experts."""
     block: str = "mlp"
     """The name of a layer's experts among its tensors."""
@@ -135,7 +130,8 @@ def experts_config(text: Any, family: ExpertFamily) -> ExpertsConfig:  # noqa: A
     try:
         routing = Routing(**fields | given | {"scores": scores})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{_setting(str(error), names)}") from error
+        field, colon, rest = str(error).partition(":")
+        raise ConfigError(f"{names.get(field, field)}{colon}{rest}") from error
     return ExpertsConfig(
         routing=routing,
         intermediate_size=widths[0],
@@ -224,23 +220,12 @@ def _fused_experts(
     }
 
 
-def _setting(message: str, names: Mapping[str, str]) -> str:
-    """Return a message about a field of ``Routing`` with the name of the setting instead."""
-    field, colon, rest = message.partition(":")
-    return f"{names.get(field, field)}{colon}{rest}"
-
-
 def by_interval(text: Any, layer: int) -> bool:  # noqa: ANN401
     """Whether a layer has experts in ERNIE: one of an interval, from a first to a last layer."""
     return bool(
         (layer + 1) % text.moe_layer_interval == 0
         and text.moe_layer_start_index <= layer <= text.moe_layer_end_index
     )
-
-
-def by_layer_type(text: Any, layer: int) -> bool:  # noqa: ANN401
-    """Whether a layer has experts in ERNIE-4.5-VL: a list says so."""
-    return bool(text.mlp_layer_types[layer] == "sparse")
 
 
 def by_sparse_step(text: Any, layer: int) -> bool:  # noqa: ANN401
@@ -250,8 +235,3 @@ def by_sparse_step(text: Any, layer: int) -> bool:  # noqa: ANN401
         and text.num_experts > 0
         and (layer + 1) % text.decoder_sparse_step == 0
     )
-
-
-def after_dense(text: Any, layer: int) -> bool:  # noqa: ANN401
-    """Whether a layer has experts in GLM: all do after the first dense ones."""
-    return bool(layer >= text.first_k_dense_replace)
