@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import FineGrainedFP8Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
 from mrv1.errors import ConfigError
 from mrv1.kernels.layers.quantized import QuantizedWeight
+from mrv1.models import ModelConfig, empty_weights
 from mrv1.models.quantization.online import quantize_rows
 from tests.models.families import tiny_checkpoint
 from tests.models.test_quantized_checkpoints import load, logits_of
@@ -72,6 +74,25 @@ def test_logits_equal_those_of_the_restored_weights(tmp_path: Path):
     for size in (1, 2):
         for got in on_ranks(size, lambda p: logits_of(load(tmp_path / "codes", p))):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_codes_take_no_memory_of_values_while_they_are_made(tmp_path: Path):
+    save(tmp_path, 32, [])
+    config = ModelConfig.from_pretrained(tmp_path)
+    wide = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten.empty.memory_format and made.itemsize > 1:
+                wide.append(made.numel())
+            return made
+
+    with Recorder():
+        empty_weights(config, "meta", torch.bfloat16)
+    assert config.experts is not None
+    of_stack = config.experts.routing.num_experts * config.hidden_size
+    assert 0 < max(wide) < of_stack * config.experts.intermediate_size
 
 
 def test_experts_of_two_formats_are_named(tmp_path: Path):
