@@ -134,9 +134,7 @@ class RopeConfig:
             settings["factor"] = max_position_embeddings / original
         problems = not_positive(settings, "rope_parameters.")
         if rope_type == "yarn":
-            optional, more = _yarn_settings(parameters)
-            settings |= optional
-            problems += more
+            settings |= _yarn_settings(parameters, problems)
         share = parameters.get("partial_rotary_factor")
         if share not in (None, 1, 1.0):
             if may_be_partial and not not_positive({"": share}) and share < 1:
@@ -149,16 +147,13 @@ class RopeConfig:
         if rotary_dim % 2 or rotary_dim == 0:
             problems.append(f"rotary_dim: expected an even number, got {rotary_dim}")
         if rope_type == "longrope":
-            optional, more = _longrope_settings(parameters, rotary_dim // 2)
-            settings |= optional
-            problems += more
+            settings |= _longrope_settings(parameters, rotary_dim // 2, problems)
         if mrope != "none":
             section = _mrope_section(parameters)
             if mrope == "alternating":
                 if parameters.get("mrope_section") is None:
                     section = 22, 22, 20  # as transformers
-                section, more = _alternating(section, rope_type)
-                problems += more
+                section = _alternating(section, rope_type, problems)
             settings["mrope_section"] = section
             settings["mrope_interleaved"] = mrope == "interleaved"
             settings["mrope_alternating"] = mrope == "alternating"
@@ -184,46 +179,44 @@ def _mrope_section(parameters: Mapping[str, Any]) -> tuple[int, int, int] | None
 
 
 def _alternating(
-    section: tuple[int, int, int] | None, rope_type: str
-) -> tuple[tuple[int, int, int] | None, list[str]]:
-    """Return ERNIE's section, which is of height, width and time, and the problems in it."""
-    problems = []
+    section: tuple[int, int, int] | None, rope_type: str, problems: list[str]
+) -> tuple[int, int, int] | None:
+    """Return ERNIE's section, which is of height, width and time; add the problems in it."""
     if rope_type != "default":
         problems.append(f"rope_type: expected 'default' with this M-RoPE, got {rope_type!r}")
     if section is None:
-        return None, problems
+        return None
     height, width, time = section
     if height != width:
         problems.append(
             "rope_parameters.mrope_section: expected as many pairs of height as of width, "
             f"got {height} and {width}"
         )
-    return (time, height, width), problems
+    return time, height, width
 
 
-def _yarn_settings(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return yarn's optional settings that are present, and the problems in them."""
+def _yarn_settings(parameters: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return yarn's optional settings that are present; add the problems in them."""
     settings: dict[str, Any] = {
         name: value
         for name in _OPTIONAL_YARN
         if (value := parameters.get(name)) is not None
         and (value != 0 or name not in _ZERO_IS_UNSET)
     }
-    problems = not_positive(settings, "rope_parameters.")
+    problems += not_positive(settings, "rope_parameters.")
     truncate = parameters.get("truncate")
     if truncate is not None:
         settings["truncate"] = truncate
         if not isinstance(truncate, bool):
             problems.append(f"rope_parameters.truncate: expected true or false, got {truncate!r}")
-    return settings, problems
+    return settings
 
 
 def _longrope_settings(
-    parameters: Mapping[str, Any], num_pairs: int
-) -> tuple[dict[str, Any], list[str]]:
-    """Return longrope's factors of each pair and of cos and sin, and the problems in them."""
+    parameters: Mapping[str, Any], num_pairs: int, problems: list[str]
+) -> dict[str, Any]:
+    """Return longrope's factors of each pair and of cos and sin; add the problems in them."""
     settings: dict[str, Any] = {}
-    problems = []
     for name in ("short_factor", "long_factor"):
         given = parameters.get(name)
         if (
@@ -241,7 +234,7 @@ def _longrope_settings(
     if (factor := parameters.get("attention_factor")) is not None:
         settings["attention_factor"] = factor
         problems += not_positive({"attention_factor": factor}, "rope_parameters.")
-    return settings, problems
+    return settings
 
 
 def inverse_frequencies(rope: RopeConfig, max_positions: int = 0) -> torch.Tensor:
