@@ -121,7 +121,7 @@ def empty_experts(
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def router() -> dict[str, torch.Tensor]:
+    def router() -> dict[str, Any]:
         wide = dtype if routing.rounds_logits else torch.promote_types(dtype, torch.float32)
         tensors = {"router": empty(routing.num_experts, hidden, dtype=wide)}
         if family.bias is not None:

@@ -323,7 +323,7 @@ def checkpoint_places(
     for name, target in plain.items():
         shape = tuple(wholes[name].shape)
         if name in (EMBED, HEAD):  # there may be fewer rows than in the target, or none
-            part = parallel.vocab_part(shape[0]), slice(0, shape[1])
+            part: tuple[slice, ...] = parallel.vocab_part(shape[0]), slice(0, shape[1])
         else:
             part = parallel.part(shape, target.shape)
         adds_one = config.norms_add_one and name.endswith("norm.weight")
