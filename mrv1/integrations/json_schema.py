@@ -343,7 +343,6 @@ def _is_inexact(value: object) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -254,7 +254,6 @@ class GGUFFile:
         return {name: tensor}
 
     def _qkv_rows(self) -> dict[str, int]:
-        """Return the rows of queries, keys and values."""
         num_heads = self._size("attention.head_count")
         hidden = self._size("embedding_length")
         head_dim = self._size("attention.key_length", max(hidden // num_heads, 1))
@@ -616,7 +615,6 @@ class GGUFFile:
             ) from error
 
     def _number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the architecture."""
         name = f"{self.architecture}.{key}"
         value = self._field(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):

@@ -145,7 +145,6 @@ def _problems(
 
 
 def _problems_of(name: str, tensor: torch.Tensor, place: Place) -> Iterator[str]:
-    """Yield what is wrong with one tensor."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         yield f"{name}: expected a plain torch.Tensor, got {type(tensor).__name__}"
     elif tensor.dtype not in place.dtypes:

@@ -158,7 +158,6 @@ class Worker(WorkerBase):  # type: ignore[misc]
         return dict.fromkeys(self._layer_names(), layer_spec)
 
     def _layer_names(self) -> list[str]:
-        """Return vLLM's names of the layers."""
         layers = range(self._runner.spec.num_layers)
         return [f"model.layers.{layer}.self_attn.attn" for layer in layers]
 

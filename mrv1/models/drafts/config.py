@@ -116,7 +116,6 @@ def eagle3_config(checkpoint: Checkpoint, target: ModelConfig) -> HeadConfig:
 
 
 def _sums(given: object, num_layers: int, problems: list[str]) -> tuple[int, ...]:
-    """Return the layers before which sums are read."""
     if given is None:
         given = [2, num_layers // 2, num_layers - 3]
     ids = given if isinstance(given, list) else []
