@@ -90,6 +90,8 @@ class Requests:
         self._next_step_id = 0
         self._counts: Mapping[str, int] = {}
         """Tokens of each request that vLLM schedules in the step that is planned."""
+        self._new_block_ids: dict[int, Tokens] = {}
+        """By slot: what the step that is planned adds."""
         self._last: Step | None = None
         """The step planned last, if every row of it draws a token."""
 
@@ -109,12 +111,11 @@ class Requests:
             known = self._known.get(req_id)
             if known is not None:
                 self._leave(req_id, known, self._preempted)
-        self._counts = output.num_scheduled_tokens
-        new_block_ids: dict[int, Tokens] = {}
-        entering = [self._new(new, new_block_ids) for new in output.scheduled_new_reqs]
-        resumed = self._cached(output.scheduled_cached_reqs, new_block_ids)
-        moved = {} if self.adapters is None else self.adapters.restore(self._counts)
-        counts = output.num_scheduled_tokens
+        counts = self._counts = output.num_scheduled_tokens
+        self._new_block_ids = {}
+        entering = [*map(self._new, output.scheduled_new_reqs)]
+        resumed = self._cached(output.scheduled_cached_reqs)
+        moved = {} if self.adapters is None else self.adapters.restore(counts)
         if not counts:
             return None
         last = self._last
@@ -125,9 +126,9 @@ class Requests:
             and [*counts] == last.req_ids
         )
         if last is not None and continues:
-            step = self._steady(last, new_block_ids)
+            step = self._steady(last)
         else:
-            step = self._step(counts, entering, resumed, moved, new_block_ids)
+            step = self._step(entering, resumed, moved)
         self._next_step_id += 1
         self._last = step if step.samples.all() else None
         return step
@@ -137,7 +138,7 @@ class Requests:
         self._last = None
 
     # --- entering and leaving -----------------------------------------------------------------
-    def _new(self, new: NewRequestData, new_block_ids: dict[int, Tokens]) -> SlotRequest:
+    def _new(self, new: NewRequestData) -> SlotRequest:
         """Return the admission of a request that is new, or that comes back in this form."""
         if new.prompt_token_ids is None or new.sampling_params is None:
             raise ConfigError(f"request {new.req_id}: expected a prompt of token ids, got another")
@@ -157,13 +158,9 @@ class Requests:
             lora_request=new.lora_request,
         )
         tokens = new.prefill_token_ids or new.prompt_token_ids
-        return self._enter(
-            new.req_id, known, tokens, new.num_computed_tokens, new.block_ids, new_block_ids
-        )
+        return self._enter(new.req_id, known, tokens, new.num_computed_tokens, new.block_ids)
 
-    def _cached(
-        self, cached: CachedRequestData, new_block_ids: dict[int, Tokens]
-    ) -> list[SlotRequest]:
+    def _cached(self, cached: CachedRequestData) -> list[SlotRequest]:
         """Return the admissions of requests that come back; note new blocks of the others."""
         resumed = []
         for req_id, num_computed, blocks in zip(
@@ -173,13 +170,11 @@ class Requests:
                 continue
             if req_id in cached.resumed_req_ids:
                 known, tokens = self._known[req_id], cached.all_token_ids[req_id]
-                resumed.append(
-                    self._enter(req_id, known, tokens, num_computed, blocks, new_block_ids)
-                )
+                resumed.append(self._enter(req_id, known, tokens, num_computed, blocks))
                 continue
             slot = self._known[req_id].slot
             if slot is not None:
-                new_block_ids[slot] = tuple(map(tuple, blocks))
+                self._new_block_ids[slot] = tuple(map(tuple, blocks))
         return resumed
 
     def _enter(
@@ -189,7 +184,6 @@ class Requests:
         tokens: Sequence[int],
         num_computed_tokens: int,
         blocks: Sequence[Sequence[int]],
-        new_block_ids: dict[int, Tokens],
     ) -> SlotRequest:
         if known.slot is not None:
             self._leave(req_id, known, self._preempted)
@@ -203,7 +197,7 @@ class Requests:
         known.prompt_logprobs = [] if reports_prompt else None
         self._num_tokens[slot] = len(tokens)
         self._num_computed[slot] = num_computed_tokens
-        new_block_ids[slot] = tuple(map(tuple, blocks))
+        self._new_block_ids[slot] = tuple(map(tuple, blocks))
         adapter_slot = -1
         if self.adapters is not None:
             adapter_slot = self.adapters.enter(req_id, known.lora_request, self._counts)
@@ -234,7 +228,7 @@ class Requests:
                 self.adapters.leave(req_id)
 
     # --- plans ---------------------------------------------------------------------------------
-    def _steady(self, last: Step, new_block_ids: dict[int, Tokens]) -> Step:
+    def _steady(self, last: Step) -> Step:
         """Return the step in which the rows of ``last`` compute the tokens that it draws."""
         before = last.plan
         self._num_tokens[before.slots] += 1
@@ -248,7 +242,7 @@ class Requests:
             num_scheduled_tokens=before.num_scheduled_tokens
             if before.continues is not None
             else np.ones(len(before.slots), dtype=np.int32),
-            new_block_ids=new_block_ids,
+            new_block_ids=self._new_block_ids,
         )
         return Step(
             plan=plan,
@@ -260,14 +254,9 @@ class Requests:
         )
 
     def _step(
-        self,
-        counts: dict[str, int],
-        entering: list[SlotRequest],
-        resumed: list[SlotRequest],
-        moved: Mapping[str, int],
-        new_block_ids: dict[int, Tokens],
+        self, entering: list[SlotRequest], resumed: list[SlotRequest], moved: Mapping[str, int]
     ) -> Step:
-        req_ids = [*counts]
+        counts, req_ids = self._counts, [*self._counts]
         requests = [self._known[req_id] for req_id in req_ids]
         slots: Int32Array = np.array([known.slot for known in requests], dtype=np.int32)
         num_scheduled_tokens = np.fromiter(counts.values(), dtype=np.int32, count=len(counts))
@@ -284,7 +273,7 @@ class Requests:
             slots=slots,
             epochs=self._epochs[slots],
             num_scheduled_tokens=num_scheduled_tokens,
-            new_block_ids=new_block_ids,
+            new_block_ids=self._new_block_ids,
             adapter_slots={
                 slot: adapter_slot
                 for req_id, adapter_slot in moved.items()
