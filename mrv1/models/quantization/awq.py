@@ -106,7 +106,8 @@ def read_awq(config: Settings, *, scale_dtype: torch.dtype, prefix: str = "model
     for key in ("version", "format"):
         config.choice(key, ("gemm", "GEMM"), "gemm")
     config.choice("zero_point", (True,), True)
-    inputs = max(config.group_size(config.get("q_group_size", 128)), 0)
+    size = config.group_size(config.get("q_group_size", 128))
+    inputs = max(config.choice("q_group_size", (size,), size), 0)
     form = AWQFormat(code="uint4", inputs=inputs, scale_dtype=scale_dtype, zeros_dtype=torch.uint8)
     return AWQ(form=form, left_out=config.names("modules_to_not_convert"), prefix=prefix)
 

@@ -322,7 +322,7 @@ def _shares(weights: Settings) -> tuple[Strategy, int, int]:
 def _code(weights: Settings, stored: str) -> tuple[CodeName, int, bool]:
     """Return the code, its bits in packed words (0 = not packed), and if there are zero points."""
     kind = weights.choice("type", ("int", "float"), "int")
-    is_symmetric = bool(weights.get("symmetric", True))
+    is_symmetric = weights.choice("symmetric", (True, False), True)
     expected = {"float-quantized": "float", "int-quantized": "int", "pack-quantized": "int"}
     if kind != expected.get(stored, kind):
         raise weights.error("type", f"{expected[stored]!r} in the format {stored}")
@@ -355,13 +355,13 @@ def _activations(
     if args is None:
         return None, ()
     tensors = []
-    if not args.get("dynamic", False):
+    if not args.choice("dynamic", (True, False), False):
         args.choice("strategy", ("tensor",), "tensor")
         tensors.append("input_scale")
-        if not args.get("symmetric", True):
+        if not args.choice("symmetric", (True, False), True):
             tensors.append("input_zero_point")
-    is_e4m3 = args.get("type", "int") == "float" and args.get("num_bits", 8) == 8
-    if not is_e4m3 or code != "e4m3":
+    number = args.choice("type", ("int", "float"), "int"), args.get("num_bits", 8)
+    if (*number, code) != ("float", 8, "e4m3"):
         return None, tuple(tensors)
     is_grouped = args.get("strategy") == "group" and args.get("group_size") == inputs == 128
     kind: Activations | None = None if inputs else "token"

@@ -117,6 +117,7 @@ def test_awq_has_names_of_its_own_for_bits_and_groups():
         (GPTQ, {"block_name_to_quantize": "h"}, "expected one of 'model.layers', got 'h'"),
         (AWQ, {"bits": 8}, "quantization_config.bits: expected one of 4, got 8"),
         (AWQ, {"w_bit": 3}, "quantization_config.w_bit: expected one of 4, got 3"),
+        (AWQ, {"q_group_size": 64}, "quantization_config.q_group_size: expected one of 32, got"),
         (AWQ, {"lm_head": True}, "quantization_config.lm_head: expected none, got True"),
         (AWQ, {"dynamic": {"a": {"bits": 8}}}, "quantization_config.dynamic: expected none, got"),
         (AWQ, {"version": "gemv"}, "quantization_config.version: expected one of 'gemm', 'GEMM'"),
