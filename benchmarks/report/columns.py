@@ -221,7 +221,9 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         ),
         Column(
             "rank_invariant_over_default", "rank-invariant", "{:.2f}x",
-            "the same with `rank_invariant=True` too",
+            "the same of a third engine, with `rank_invariant=True` too; "
+            "`--no-compare-deterministic` leaves out both",
+            on_page=False,  # no file has it yet
         ),
         Column(
             "logprobs_over_default", "log-probabilities", "{:.2f}x",

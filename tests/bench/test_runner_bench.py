@@ -405,7 +405,7 @@ def test_the_profiler_runs_after_all_timing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(runner, "provenance", lambda *_: {})
     result: dict[str, Any] = run_runner(RunnerBench(**SMALL))
     of_batches = ["steps", "host", "steps"] * 2
-    assert done == [*["steps"] * 2, *of_batches, *["host"] * 2, *["trace"] * 2]
+    assert done == [*["steps"] * 4, *of_batches, *["host"] * 2, *["trace"] * 2]
     assert [entry["trace"] for entry in result["results"]] == [asdict(trace)] * 2
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from mrv1 import ModelRunner, SamplingParams, StepError
-from mrv1.models.lora import Adapter
 from tests.models.families import save_checkpoint, tiny_config
-from tests.models.lora import merge, random_adapter
+from tests.models.lora import Adapter, merge, random_adapter
 from tests.runner.test_cuda_graph import LaunchedGraphs
 from tests.runner.test_model_runner import enter, make_plan, make_runner
 
