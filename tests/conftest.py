@@ -35,7 +35,7 @@ _common = {
 # --hypothesis-profile loads another profile: `make test` quick, `make test-full` full.
 settings.register_profile("quick", max_examples=8, **_common)
 settings.register_profile("dev", max_examples=20, **_common)
-settings.register_profile("full", max_examples=64, **_common)
+settings.register_profile("full", max_examples=48, **_common)
 settings.load_profile("dev")
 
 

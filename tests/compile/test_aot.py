@@ -30,7 +30,8 @@ GROUPS = {
 QUICK = "sm_90"
 """The target of `make test`, which compiles the first share of each group: the measured GPU."""
 SIBLINGS = ("sm_86", "sm_89")
-"""Targets with the same limits, which compile every other case in turns."""
+"""Targets that compile a quarter of the cases each: sm_80 compiles all for their instructions, and
+sm_120 all for their shared memory."""
 
 
 def _shares(target: str, quick_shares: int) -> list[tuple[int, int]]:
@@ -38,10 +39,10 @@ def _shares(target: str, quick_shares: int) -> list[tuple[int, int]]:
 
     Fewer and longer tests for targets that are not quick: a child takes four seconds to start.
     """
+    if target in SIBLINGS:
+        return [(SIBLINGS.index(target), 4)]
     shares = quick_shares if target == QUICK else -(-quick_shares // 3)
-    if target not in SIBLINGS:
-        return [(share, shares) for share in range(shares)]
-    return [(2 * share + SIBLINGS.index(target), 2 * shares) for share in range(shares)]
+    return [(share, shares) for share in range(shares)]
 
 
 SHARES = [
@@ -76,10 +77,13 @@ def _modules(group: str) -> list[str]:
     return [f"{__package__}.cases_{name}" for name in group.split()]
 
 
-def test_siblings_share_the_cases_of_a_target_between_them():
+def test_what_siblings_leave_out_is_compiled_for_targets_like_them():
     first, second = (set(_shares(target, 6)) for target in SIBLINGS)
-    assert first | second == {(share, 4) for share in range(4)}
-    assert len({TARGETS[target].shared_memory_bytes for target in SIBLINGS}) == 1
+    assert first.isdisjoint(second)
+    assert len({TARGETS[target].shared_memory_bytes for target in (*SIBLINGS, "sm_120")}) == 1
+    assert all(
+        {part for part, _ in _shares(target, 6)} == {0, 1} for target in ("sm_80", "sm_120")
+    )
 
 
 def test_every_module_of_cases_is_in_a_group():
