@@ -129,7 +129,12 @@ class Mrv1AttentionBackend(AttentionBackend):  # type: ignore[misc]
         head_size: int,
         dtype: torch.dtype,
         kv_cache_dtype: str | None,
-        *_: object,  # which combine with all
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
     ) -> str | None:
         """Return what to choose instead of an unsupported ``kv_cache_dtype``."""
         name = kv_cache_dtype or "auto"

@@ -16,7 +16,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,26 +120,41 @@ class StreamingManager(SlidingWindowManager):  # type: ignore[misc]
     @classmethod
     def find_longest_cache_hit(
         cls,
-        **given: Any,  # noqa: ANN401 - all by name
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: StreamingSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        **options: Any,  # noqa: ANN401 - of context parallelism
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Return the longest prefix of which the sink and the last window are cached."""
-        spec, pool = given["kv_cache_spec"], given["block_pool"]
-        size = spec.block_size
+        size = kv_cache_spec.block_size
         hashes = resolve_block_hashes(
-            given["block_hashes"],
-            pool.hash_block_size,
+            block_hashes,
+            block_pool.hash_block_size,
             size,
             supports_fine_grained_hash_lookup=cls.supports_fine_grained_hash_lookup,
-            alignment_tokens=given["alignment_tokens"],
+            alignment_tokens=alignment_tokens,
         )
         sinks: list[list[KVCacheBlock]] = []
-        for index in range(min(spec.num_sink_blocks, given["max_length"] // size)):
-            blocks = pool.get_cached_block(hashes[index], given["kv_cache_group_ids"])
+        for index in range(min(kv_cache_spec.num_sink_blocks, max_length // size)):
+            blocks = block_pool.get_cached_block(hashes[index], kv_cache_group_ids)
             if blocks is None:
-                given["max_length"] = index * size
+                max_length = index * size
                 break
             sinks.append(blocks)
-        found, hit_length = super().find_longest_cache_hit(**given)
+        found, hit_length = super().find_longest_cache_hit(
+            block_hashes=block_hashes,
+            max_length=max_length,
+            kv_cache_group_ids=kv_cache_group_ids,
+            block_pool=block_pool,
+            kv_cache_spec=kv_cache_spec,
+            drop_eagle_block=drop_eagle_block,
+            alignment_tokens=alignment_tokens,
+            **options,
+        )
         for index, blocks in enumerate(sinks[: hit_length // size]):
             for of_group, block in zip(found, blocks, strict=True):
                 of_group[index] = block

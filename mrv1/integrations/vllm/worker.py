@@ -53,10 +53,23 @@ class Worker(WorkerBase):  # type: ignore[misc]
     are those of the driver, whose errors vLLM reports; another rank that fails ends its process.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401 - a VllmConfig
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+    ) -> None:
         """Check the configuration before loading; ConfigError names every refused option."""
-        super().__init__(*args, **options)
-        self._engine_config = engine_config(self.vllm_config, torch.device("cpu"))
+        super().__init__(
+            vllm_config=vllm_config,
+            local_rank=local_rank,
+            rank=rank,
+            distributed_init_method=distributed_init_method,
+            is_driver_worker=is_driver_worker,
+        )
+        self._engine_config = engine_config(vllm_config, torch.device("cpu"))
         self._is_async = bool(self.scheduler_config.async_scheduling)
         self._parallel = ParallelContext()
         self._watch: Watch | None = None
