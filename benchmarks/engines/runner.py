@@ -31,6 +31,9 @@ HOST_WINDOWS = 16
 """Windows of ``steps`` steps in which host time is measured, taking turns on the CPUs: the machine
 may have other users."""
 
+COMPARED = ("deterministic", "rank_invariant")
+"""Options of the engines that are timed beside the default one; the second needs the first."""
+
 Say = Callable[[str], None]
 
 
@@ -142,7 +145,7 @@ def _other_steps_ms(
 ) -> dict[str, dict[int, float]]:
     """Return, of a deterministic and of a rank-invariant engine, batch -> the step's median ms."""
     found: dict[str, dict[int, float]] = {}
-    for name in ("deterministic", "rank_invariant"):
+    for name in COMPARED:
         other = replace(bench, deterministic=True, rank_invariant=name == "rank_invariant")
         core, steps_ms = _start(other, device), found.setdefault(name, {})
         try:
@@ -199,7 +202,7 @@ def _beside(
 ) -> dict[str, float | None]:
     """Return the other engines' times of a batch, and how they compare with ``step_ms``."""
     found: dict[str, float | None] = {}
-    for name in ("deterministic", "rank_invariant"):
+    for name in COMPARED:
         other = others_ms.get(name, {}).get(batch)
         found[f"{name}_step_ms"] = other
         found[f"{name}_over_default"] = other and other / step_ms

@@ -58,7 +58,8 @@ _SIZES = (
 class ModelConfig:
     """Shape and options of a decoder-only model; ConfigError: contradictory, unsupported.
 
-    Fields without a description are those of ``Architecture``, or named as in transformers.
+    Fields without a description are those of ``Architecture`` (its ``biases`` are three here), or
+    named as in transformers.
     """
 
     architecture: str

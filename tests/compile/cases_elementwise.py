@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mrv1.kernels._base.triton import triton
-from mrv1.kernels.layers.activation import _silu_and_mul_kernel
+from mrv1.kernels.layers.activation import _silu_and_mul_kernel, tile_for
 from mrv1.kernels.layers.all_reduce_norm import LIMITED, MOST_REGISTERS, _all_reduce_norm_kernel
 from mrv1.kernels.layers.contracts import GATES, RING_ROWS, RING_SLOTS, Activation
 from mrv1.kernels.layers.rms_norm import RmsNormConfig, _rms_norm_kernel
@@ -154,14 +154,15 @@ def _rope(
 
 
 def _gated(target: Target, dtype: torch.dtype, activation: Activation) -> AotCase:
+    tile_tokens, tile_cols = tile_for(33, 3072)
     return AotCase(
         name=_name(activation, dtype),
         kernel=_silu_and_mul_kernel,
         args=(pointer(dtype), 3072, pointer(dtype), 6144, 33, 3072),
         constexprs={
             "GATED": GATES[activation],
-            "TILE_TOKENS": 1,
-            "TILE_COLS": 1024,
+            "TILE_TOKENS": tile_tokens,
+            "TILE_COLS": tile_cols,
             "OVERLAP": target.has_dependent_launch,
         },
         num_warps=4,
