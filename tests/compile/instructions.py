@@ -17,8 +17,8 @@ LOADS = (
     r"\b(?:ld(?:\.\w+)*\.global\S*|(?:global|buffer)_load_\w+ .*|s_load_dword (?!.* 0x[1-9]).*)"
 )
 CONVERSIONS = r"\bcvt\.\S*e4m3\S*"
-CODES = CONVERSIONS + r"|\bm(?:ax|in)\.\S*"
-"""Conversions, and bounds, through which no NaN passes."""
+CODES = CONVERSIONS + r"|\b(?:max|min|div)\.\S*"
+"""Conversions, bounds, through which no NaN passes, and the divisions between both."""
 SUMS = (
     r"(?:\bld\.global(?:\.\w+)*?\.|shfl\.sync\.bfly\.b32.*, )"
     r"(v[24]\.b32|b32|\d+(?=, 31, -1;))"
@@ -42,8 +42,7 @@ def cases(target: Target) -> list[AotCase]:
 
 
 def _quantize(target: Target) -> AotCase:
-    """Tokens quantized by one scale: nothing but a conversion decides on a code."""
-    name = "quantize_tokens-2880-static"
+    name = "quantize_tokens-2880-token"
     case = next(case for case in quantized_cases(target) if case.name == name)
     return replace(case, pattern=CODES)
 
