@@ -274,6 +274,8 @@ METHODS = _named(
      _not_here("call update_weights with the tensors; it is one step, and changes all or none")),
     ("from_engine_args", _not_here("call LLM(model, ...) with the options")),
     ("set_tokenizer", _not_here("give prompts of token ids")),
+    ("model_config supported_tasks renderer input_processor engine_class request_counter "
+     "runner_type", _not_here("see LLM.describe, LLM.get_tokenizer and LLM.chat_prompt")),
 )  # fmt: skip
 """Methods and attributes of ``LLM``."""
 
@@ -362,6 +364,17 @@ FORM = _named(
     ("disable_fallback", _no_op("llguidance reads every form")),
 )  # fmt: skip
 """Fields of ``StructuredOutputsParams``."""
+
+ADAPTER = _named(
+    ("lora_name lora_int_id lora_path", _same()),
+    ("base_model_name", _same("not read")),
+    ("lora_local_path", _other("lora_path")),
+    ("load_inplace", _not_here("call LLM.remove_lora, then LLM.add_lora")),
+    ("is_3d_lora_weight", _no_op("adapters of experts are refused in any layout")),
+    ("tensorizer_config_dict", _not_here("only safetensors and .bin files are read")),
+    ("long_lora_max_len", _not_here("an adapter does not change the model's context")),
+)  # fmt: skip
+"""Fields of ``LoRARequest``, and some of older versions."""
 
 
 def translated(

@@ -19,6 +19,7 @@ TABLES: dict[str, Mapping[str, Row]] = {
     "Fields of outputs": from_vllm.OUTPUT,
     "`SamplingParams`": from_vllm.PARAMS,
     "`StructuredOutputsParams`": from_vllm.FORM,
+    "`LoRARequest`": from_vllm.ADAPTER,
 }
 
 

@@ -15,6 +15,7 @@ from mrv1 import (
     AsyncLLM,
     CompletionOutput,
     ConfigError,
+    LoRARequest,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -24,6 +25,7 @@ from mrv1 import (
 )
 from mrv1.engine.llm_options import LLMOptions
 from mrv1.from_vllm import (
+    ADAPTER,
     ARGUMENTS,
     FORM,
     METHODS,
@@ -47,6 +49,7 @@ OWN = {
     ),
     "params": (PARAMS, {each.name for each in fields(SamplingParams)}),
     "form": (FORM, {each.name for each in fields(StructuredOutputsParams)}),
+    "adapter": (ADAPTER, {each.name for each in fields(LoRARequest)}),
 }
 
 
@@ -228,3 +231,14 @@ def test_a_field_of_a_form_is_taken_or_says_what_to_do():
     assert str(refused.value).endswith(FORM["structural_tag"].note)
     with pytest.raises(RequestError, match=r"structured_outputs: expected one of json, .*'xml'"):
         StructuredOutputsParams(xml="a")
+
+
+def test_a_field_of_an_adapter_is_taken_or_says_what_to_do():
+    same = LoRARequest("a", 1, lora_local_path="x", load_inplace=False, is_3d_lora_weight=True)
+    assert same == LoRARequest("a", 1, "x")
+    assert pickle.loads(pickle.dumps(same)) == same
+    with pytest.raises(RequestError) as refused:
+        LoRARequest("a", 1, "x", load_inplace=True)
+    assert str(refused.value).endswith(ADAPTER["load_inplace"].note)
+    with pytest.raises(TypeError, match="lora_rank"):
+        LoRARequest("a", 1, "x", lora_rank=8)

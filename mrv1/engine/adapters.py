@@ -6,19 +6,28 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from mrv1.config import EngineConfig, texts
 from mrv1.environment import INT32_MAX
 from mrv1.errors import ConfigError, RequestError, short
+from mrv1.from_vllm import ADAPTER, translated
 from mrv1.models import Checkpoint
 from mrv1.models.lora import StoredAdapter, read_adapter
 from mrv1.options import check_fields, integers
 from mrv1.runner import ModelRunner
 
 
+class _NamesOfVLLM(type):
+    """Takes vLLM's other names of fields, or refuses them with what to do instead."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:  # noqa: ANN401 - of any field
+        own = translated(given, ADAPTER, "a field of LoRARequest", RequestError)
+        return super().__call__(*args, **own)
+
+
 @dataclass(frozen=True, slots=True)
-class LoRARequest:
+class LoRARequest(metaclass=_NamesOfVLLM):
     """The LoRA adapter of a request, with vLLM's names and order of fields.
 
     Raises:
