@@ -328,10 +328,12 @@ OUTPUT = _named(
 """Fields of ``RequestOutput`` and of its ``CompletionOutput``s."""
 
 PARAMS = _named(
-    ("""n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p stop
-        stop_token_ids ignore_eos max_tokens min_tokens logprob_token_ids detokenize bad_words
-        skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
-        logit_bias allowed_token_ids""", _same()),
+    ("""n presence_penalty frequency_penalty temperature top_p top_k min_p stop stop_token_ids
+        ignore_eos max_tokens min_tokens logprob_token_ids detokenize skip_special_tokens
+        spaces_between_special_tokens include_stop_str_in_output allowed_token_ids""", _same()),
+    ("repetition_penalty", _same("at most 2")),
+    ("bad_words", _same("at most `max_bad_words_num`, of `bad_words_max_len` tokens")),
+    ("logit_bias", _same("at most `max_logit_bias` tokens")),
     ("seed", _same("draws are mrv1's own: equal in every run, other than vLLM's")),
     ("logprobs prompt_logprobs", _same("-1, the whole vocabulary, needs `max_logprobs=-1`")),
     ("structured_outputs", _same("a `StructuredOutputsParams`, which `mrv1` has")),
