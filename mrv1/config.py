@@ -265,8 +265,8 @@ class EngineConfig:
     device: Annotated[str, texts("'auto', 'cpu', 'cuda' or 'cuda:N'")] = "auto"
     """``auto`` (the GPU if there is one, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     tensor_parallel_size: Count = 1
-    """GPUs of this host, or processes on ``device="cpu"``, that share each layer's heads, its MLP and
-    the vocabulary: ranks. A divisor or a multiple of the model's KV heads."""
+    """Ranks that share each layer's heads, its MLP and the vocabulary: GPUs of this host, or
+    processes on ``device="cpu"``. A divisor or a multiple of the model's KV heads."""
     kv_cache_dtype: KVCacheDtypeName = "auto"
     """Type of keys and values in the cache: ``auto`` is the same as ``dtype``; ``fp8_e4m3`` stores
     8-bit codes and their scales, whatever ``dtype`` is; ``int4`` 4-bit codes, with a scale and a
