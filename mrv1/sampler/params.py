@@ -333,9 +333,9 @@ _LAST_FIELD = fields(SamplingParams)[-1].name
 
 def _unknown_message(names: list[str]) -> str:
     known = [field.name for field in fields(SamplingParams)]
-    hints = []
-    for name in names[:NUM_UNKNOWN_SHOWN]:
-        close = difflib.get_close_matches(name, known, n=1)
-        hints.append(short(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
+    close = [difflib.get_close_matches(name, known, n=1) for name in names[:NUM_UNKNOWN_SHOWN]]
+    hints = [f" (did you mean {each[0]!r}?)" if each else "" for each in close]
+    got = ", ".join(f"{short(name)}{hint}" for name, hint in zip(names, hints, strict=False))
     more = ", ..." if len(names) > NUM_UNKNOWN_SHOWN else ""
-    return f"sampling_params: expected one of {', '.join(known)}; got {', '.join(hints)}{more}"
+    expected = "names of its fields" if all(close) else f"one of {', '.join(known)}"
+    return f"sampling_params: expected {expected}; got {got}{more}"

@@ -149,8 +149,14 @@ def test_a_refusal_shows_two_large_values():
 
 
 def test_an_unknown_parameter_is_refused_with_a_suggestion():
-    with pytest.raises(RequestError, match=r"'temprature' \(did you mean 'temperature'\?\)"):
+    with pytest.raises(RequestError) as refusal:
         SamplingParams(temprature=1.0)
+    assert str(refusal.value) == (  # without the 29 names that it was not meant to be
+        "sampling_params: expected names of its fields; got 'temprature' (did you mean "
+        "'temperature'?)"
+    )
+    with pytest.raises(RequestError, match=r"expected one of temperature, .*; got 'melts', 'temp"):
+        SamplingParams(temprature=1.0, melts=2)
     with pytest.raises(RequestError, match=r"got 'xxx.*\.\.\.$") as refusal:
         SamplingParams(**{"x" * 10_000: 1})
     assert len(str(refusal.value)) < 1000
