@@ -62,6 +62,12 @@ def test_no_page_of_the_site_links_to_a_file_outside_of_it():
     assert outside == []
 
 
+def test_no_page_installs_mrv1_from_a_package_index():
+    notebooks = REPO.glob("notebooks/*.ipynb")
+    pages = [page.read_text("utf-8") for page in (*PAGES, *notebooks)]
+    assert [each for each in pages if re.search(r"pip install\s+['\"]?mrv1\b", each)] == []
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"])
 def test_every_source_file_that_a_page_names_exists(page):
     names = re.findall(
@@ -74,9 +80,11 @@ def test_every_source_file_that_a_page_names_exists(page):
     ("page", "num_blocks"),
     [
         ("asyncio.md", 1),
+        ("chat.md", 1),
         ("integrators.md", 6),
         ("multimodal.md", 2),
         pytest.param("recipes.md", 5, marks=pytest.mark.gpu),
+        ("serving.md", 1),
         ("sleep.md", 2),
         ("structured.md", 1),
     ],
