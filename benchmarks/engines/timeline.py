@@ -44,7 +44,8 @@ PARTS = {
 }
 """The host's part of a step, and the method that does it."""
 ATTENTION = re.compile("decode_attention_kernel")
-PRODUCT = re.compile("linear|gemm|nvjet|cutlass|expert|dequantize|shrink", re.IGNORECASE)
+PRODUCT = re.compile("linear|code_tiles|router|expert|shrink|gemm|nvjet|cutlass", re.IGNORECASE)
+"""Kernels of mrv1, and of the vendor's library."""
 MLP = ("gate_up", "down")
 LAYER = ("qkv", "attention", "o", *MLP, "mlp")
 """Phases of a layer; ``mlp`` is both products of one that is no chain of two, as with experts."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.engines import timeline
 from benchmarks.report.rows import layer_rows
+from mrv1 import kernels
 from mrv1.config import EngineConfig
 from mrv1.engine import EngineCore
 
@@ -78,12 +81,30 @@ def test_kernels_belong_to_phases_by_the_products_around_them():
     found = timeline.phases(_step(0, dense))
     layer = ["qkv", "attention", "attention", "o", "o", "gate_up", "down"]
     assert found == ["start"] * 3 + 2 * layer + ["head", "sampling", "sampling"]
-    experts = ["expert_linear", "combine_experts"]
-    mixed = [*START, *qkv, *DENSE[:3], "route_experts", *experts, *qkv[:1], *DENSE[:2], "gemm"]
+    experts = ["router_logits", "choose_experts", "few_pairs", "few_pairs", "combine"]
+    mixed = [*START, *qkv, *DENSE[:3], *experts, *qkv[:1], *DENSE[:2], "gemm"]
     assert timeline.phases(_step(0, mixed)) == [
-        *["start"] * 3, "qkv", "attention", "attention", "o", "o", "mlp", "mlp", "mlp", "qkv",
+        *["start"] * 3, "qkv", "attention", "attention", "o", "o", *["mlp"] * 5, "qkv",
         "attention", "o", "head",
     ]  # fmt: skip
+
+
+def test_phases_go_by_the_names_that_kernels_have():
+    """A kernel of products with another name would be of the phase before it."""
+    folder = Path(kernels.__path__[0])
+    found = {
+        name: path.stem
+        for path in folder.rglob("*.py")
+        for name in re.findall(r"^def (_\w+_kernel)\(", path.read_text("utf-8"), re.MULTILINE)
+    }
+    of_products = {name for name, module in found.items() if module.startswith("linear")}
+    others = {name for name in of_products if not timeline.PRODUCT.search(name)}
+    assert others == {"_add_splits_kernel", "_quantize_tokens_kernel"}
+    assert len(of_products - others) > 5
+    (attention,) = filter(timeline.ATTENTION.search, found)
+    assert attention == "_paged_decode_attention_kernel"
+    words = {*timeline.PRODUCT.pattern.split("|")} - {"gemm", "nvjet", "cutlass"}
+    assert [word for word in words if not any(word in name for name in found)] == []
 
 
 def test_phases_take_the_time_from_end_to_end():
