@@ -197,7 +197,8 @@ class GGUFFile:
             self.family = _MIXTRAL
         self._experts = ARCHITECTURES[self.family].experts
         keys = [key for key in self._fields if key.startswith("tokenizer.")]
-        self.vocabulary = Vocabulary({key: self._field(key) for key in keys})
+        metadata = {key: self._field(key) for key in keys}
+        self.vocabulary = Vocabulary(metadata, self._field("general.name"))
         """Tokens and chat templates."""
         self.has_tokenizer = TOKENS in keys
         """Whether the file contains a vocabulary."""

@@ -97,39 +97,53 @@ _LLAMA3_NAMES = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     "jina-v5-nano",
 )
-_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez")
+_QWEN2_NAMES = (
+    *("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan"),
+    *("solar-open", "grok-2"),
+)
 _GPT2_NAMES = (
     *("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0"),
-    *("mellum", "modern-bert", "exaone4"),
+    *("mellum", "modern-bert", "exaone4", "olmo", "mpt", "jais", "trillion", "granite-docling"),
 )
+_DIGIT_NAMES = (
+    *("smollm", "refact", "starcoder", "command-r", "codeshell", "exaone", "minerva-7b"),
+    "mellum2",
+)
+_GLM4_NAMES = ("glm4", "glm5")
 
 _CUTS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3_CUTS),
     **dict.fromkeys(_QWEN2_NAMES, _QWEN2_CUTS),
     **dict.fromkeys(_GPT2_NAMES, (_GPT2_WORDS,)),
-    **dict.fromkeys(("smollm", "refact"), (r"\p{N}", _GPT2_WORDS)),
-    # SmolLM3's and GLM-4's: a text begins with no BOS.
-    **dict.fromkeys(("smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_CUTS),
+    **dict.fromkeys(_DIGIT_NAMES, (r"\p{N}", _GPT2_WORDS)),
+    # SmolLM3's, Granite 4's and GLM-4's: a text begins with no BOS.
+    **dict.fromkeys(("smaug-bpe", "dbrx", *_GLM4_NAMES, "chatglm-bpe"), _LLAMA3_CUTS),
     "seed-coder": (
         rf"(?i:{_CONTRACTIONS})|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",
     ),
     "tekken": _TEKKEN_CUTS,
     "deepseek-llm": _DEEPSEEK_LLM_CUTS,
     "deepseek-coder": _DEEPSEEK_CODER_CUTS,
-    "deepseek-v3": _DEEPSEEK3_CUTS,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK3_CUTS),
 }
 """``tokenizer.ggml.pre`` -> expressions whose matches become words, one after the other."""
 
-_WHOLE_WORDS = frozenset((*_LLAMA3_NAMES, "tekken"))
-"""Names for which a word that is a token is not merged, and a text begins with BOS by default."""
+_WITH_BOS = frozenset((*_LLAMA3_NAMES, "tekken"))
+"""Names for which a text begins with BOS by default."""
+_WHOLE_WORDS = _WITH_BOS.union(_GLM4_NAMES)
+"""Names for which a word that is a token is not merged."""
+
+_PHI3, _WITHOUT_STRIP = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
+"""What names of Phi-3 contain, whose special tokens but these take the blanks after them."""
 
 
 class Vocabulary:
     """What a GGUF file says under ``tokenizer.``; nothing is checked before it is used."""
 
-    def __init__(self, metadata: Mapping[str, Any]) -> None:
-        """Keep the metadata, whose keys begin with ``tokenizer.``."""
+    def __init__(self, metadata: Mapping[str, Any], model_name: object = None) -> None:
+        """Keep the metadata, whose keys begin with ``tokenizer.``, and ``general.name``."""
         self._metadata = metadata
+        self._is_phi3 = any(name in str(model_name).lower() for name in _PHI3)
         self._model = metadata.get("tokenizer.ggml.model")
 
     @cached_property
@@ -168,17 +182,17 @@ class Vocabulary:
             _CONTROL if index in ends and not self._is_word(index) else kind
             for index, kind in enumerate(self._kinds)
         ]
-        control = [i for i, kind in enumerate(kinds) if kind in (_CONTROL, _UNKNOWN)]
-        tokenizer.add_special_tokens(
-            [AddedToken(self.tokens[i], special=True, normalized=False) for i in control]
-        )
-        tokenizer.add_tokens(
-            [
-                AddedToken(text, normalized=False)
-                for text, kind in zip(self.tokens, kinds, strict=True)
-                if kind == _USER_DEFINED
-            ]
-        )
+        added_tokens = [
+            AddedToken(
+                text,
+                special=kind != _USER_DEFINED,
+                normalized=False,
+                rstrip=self._is_phi3 and text not in _WITHOUT_STRIP,
+            )
+            for text, kind in zip(self.tokens, kinds, strict=True)
+            if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED)
+        ]
+        tokenizer.add_tokens(added_tokens)
         added = {
             key: {"id": key, "ids": [index], "tokens": [self.tokens[index]]}
             for key in ("bos", "eos")
@@ -310,7 +324,7 @@ class Vocabulary:
     def _added(self, name: str) -> int | None:
         """Return the token that is added at the beginning ("bos") or the end ("eos") of a text."""
         pre = self._metadata.get("tokenizer.ggml.pre")
-        implied = name == "bos" and (self._model == _LLAMA or pre in _WHOLE_WORDS)
+        implied = name == "bos" and (self._model == _LLAMA or pre in _WITH_BOS)
         key, index = f"add_{name}_token", self._id(name)
         if not self._flag(key, implied and index is not None):
             return None

@@ -79,6 +79,25 @@ def test_tokens_and_ends_equal_llama_cpp(pre):
     check_recorded(vocab, RECORDED["byte_level"][pre])
 
 
+@pytest.mark.parametrize(
+    ("recorded", "names"),
+    {
+        "llama-bpe": ["dbrx", "smaug-bpe", "glm5"],
+        "gpt-2": ["olmo", "mpt", "jais", "trillion", "granite-docling"],
+        "smollm": ["starcoder", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"],
+        "qwen2": ["stablelm2", "hunyuan", "solar-open", "grok-2"],
+        "deepseek-v3": ["hunyuan-dense", "joyai-llm", "hy_v4"],
+    }.items(),
+)
+def test_names_of_one_expression_give_the_same_tokens(recorded, names):
+    """llama.cpp lists these names with one expression; Granite 4's is dbrx, OLMoE's olmo."""
+    own = letters(recorded).tokenizer().backend_tokenizer.pre_tokenizer.__getstate__()
+    for name in names:
+        vocab = letters(name, "<bos>", bos_token_id=256)
+        assert vocab.tokenizer().backend_tokenizer.pre_tokenizer.__getstate__() == own, name
+        assert vocab.tokenizer().encode("a") == [ALPHABET.index("a")], name
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepiece_tokens_and_ends_equal_llama_cpp(prefix):
     vocab = sentencepiece(
@@ -257,7 +276,8 @@ def test_sentencepiece_adds_bos_and_knows_the_usual_ids():
 
 def test_a_word_that_is_a_token_needs_no_merge():
     tokens, merges = [*ALPHABET, "\u0120ab", "ab"], ["a b"]
-    for pre, expected in {"llama-bpe": ["\u0120ab"], "qwen2": ["\u0120", "ab"]}.items():
+    whole, cut = ["\u0120ab"], ["\u0120", "ab"]
+    for pre, expected in {"llama-bpe": whole, "glm4": whole, "qwen2": cut, "dbrx": cut}.items():
         tokenizer = byte_level(tokens, merges, [NORMAL] * 258, pre).tokenizer()
         assert tokenizer.tokenize(" ab") == expected
 
@@ -268,6 +288,20 @@ def test_control_tokens_are_left_out_of_text_and_user_defined_are_not():
     ids = tokenizer.encode(f"a{control}b{user}c")
     assert tokenizer.convert_ids_to_tokens(ids) == ["a", control, "b", user, "c"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == f"ab{user}c"
+
+
+@pytest.mark.parametrize("name", ["Phi3", "Microsoft Phi-3-mini-4k-instruct", "Phi 3.5", None])
+@pytest.mark.parametrize("user", [CONTROL, USER_DEFINED])
+def test_special_tokens_of_phi3_take_the_blanks_after_them(name, user):
+    """As in Phi-3's tokenizer.json: a chat template's line breaks are no tokens."""
+    texts = ("<|endoftext|>", "<|user|>", "<|end|>")
+    kinds, ids = (CONTROL, user, CONTROL), dict(zip(texts, range(259, 262), strict=True))
+    metadata = sentencepiece([], texts, kinds, add_space_prefix=False)._metadata
+    tokenizer = Vocabulary(metadata, name).tokenizer()
+    got = tokenizer.encode("<s>\n<|user|>\n\n<|end|>\n<|endoftext|>\n", add_special_tokens=False)
+    line, blanks = 3 + ord("\n"), int(name in ("Phi 3.5", None))
+    user_end = [ids["<|user|>"], *[line] * 2 * blanks, ids["<|end|>"], *[line] * blanks]
+    assert got == [1, line, *user_end, ids["<|endoftext|>"], line]
 
 
 @pytest.mark.parametrize(
