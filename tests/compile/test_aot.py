@@ -105,6 +105,19 @@ def test_every_kernel_compiles(target, group, share, shares):
     assert all(report.registers > 0 for report in reports)
 
 
+@pytest.mark.full
+def test_every_known_problem_is_that_of_a_case():
+    """One of a case that was renamed or left out would be forgotten in silence."""
+    known = {*SLOWER, *SLOWER_WITH_39}
+    modules = [module for group in GROUPS for module in _modules(group)]
+    names = {
+        f"{target} {case.name}"
+        for target in {problem.partition(" ")[0] for problem in known}
+        for case in collect_cases(TARGETS[target], modules)
+    }
+    assert {problem.partition(": ")[0] for problem in known} <= names
+
+
 def test_spills_shared_memory_and_unsupported_operations_are_reported():
     """The kernels spill, need too much shared memory, or use an operation that sm_80 lacks."""
     reports = {r.case: r for r in compile_for("sm_80", [f"{__package__}.bad_kernels"])}
