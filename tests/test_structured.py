@@ -165,6 +165,9 @@ EBNF_AND_REGEX = [
     ('root ::= ("i" | "in" | "g")* aWord\naWord ::= "ing" | "s"{2,3}', "(i|in|g)*(ing|s{2,3})"),
     ('\n    root ::= a\n\n    a ::= "ing"\n', "ing"),
     ("root ::= . . .", "(?s:.){3}"),
+    ('root ::= start | Root\nstart ::= "k"? Root\nRoot ::= "in" "g"', "k?ing"),
+    ('root ::= aB a-b A-B\naB ::= "i"\na-b ::= "n" a-b?\nA-B ::= "g"{1,2}', "in+gg?"),
+    ('root ::= 1st _2 3{1,2}\n1st ::= "i" # 1st\n_2 ::= "n"\n3 ::= [gi3]', "in[gi]{1,2}"),
     ('root ::= "\\x69\\u006e" [\\x67-\\U00000069] | "\\"s\\\\\\n"', r"in[g-i]|\"s\\\n"),
 ]
 TEXTS = [

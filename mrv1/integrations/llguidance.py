@@ -45,6 +45,8 @@ _EBNF_LINE = re.compile(r"\s*\n\s*+(?![\w-]+\s*::=)")
 _EBNF_PART = re.compile(r'("(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\])|#[^\n]*|\(', re.S)
 """Texts and sets of characters; a comment; or the start of a group."""
 _EBNF_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
+_EBNF_WORD = re.compile(r'("(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|\{[^}]*\})|[\w-]+', re.S)
+"""A text, a set of characters or a number of repetitions; or a rule's name."""
 _LARK_PART = re.compile(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])*/|//[^\n]*)')
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
@@ -267,7 +269,20 @@ def _plain_ebnf(rules: str) -> str:
             return '("" ' if part[0] == "(" else ""
         return _EBNF_ESCAPE.sub(_unescaped, part[1])
 
-    return _EBNF_LINE.sub(" ", _EBNF_PART.sub(plain, rules))
+    names = {"root": "root"}
+
+    def renamed(part: re.Match[str]) -> str:
+        """Return a name of Lark's; the converter takes aB, a-b and a_b for one, and adds start."""
+        word = part[0]
+        if part[1] is None and word not in names:
+            name = re.sub("(?<=[a-z])(?=[A-Z])", "_", word).replace("-", "_").lower()
+            name = name if re.fullmatch("[a-z][a-z0-9_]*", name) else f"rule_{len(names)}"
+            while name in {"start", *names.values()}:
+                name += f"_{len(names)}"
+            names[word] = name
+        return names[word] if part[1] is None else word
+
+    return _EBNF_WORD.sub(renamed, _EBNF_LINE.sub(" ", _EBNF_PART.sub(plain, rules)))
 
 
 def _unescaped(escape: re.Match[str]) -> str:
