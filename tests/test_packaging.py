@@ -300,6 +300,19 @@ def test_a_test_of_several_gpus_runs_where_all_are():
         assert got == reason
 
 
+def test_what_has_no_meaning_without_a_gpu_is_in_the_lane_of_gpus():
+    """``gpu_only`` without ``gpu`` would be skipped everywhere."""
+    alone = re.compile(r"(?<!mark\.gpu\n)@pytest\.mark\.gpu_only")
+    of_file = re.compile(r"pytestmark = .*\.gpu\b")
+    texts = {path: path.read_text("utf-8") for path in (REPO / "tests").rglob("test_*.py")}
+    assert sum("@pytest.mark.gpu_only" in text for text in texts.values()) > 10
+    assert not [
+        path.name
+        for path, text in texts.items()
+        if alone.search(text) and not of_file.search(text)
+    ]
+
+
 LANE = """
 import pytest
 

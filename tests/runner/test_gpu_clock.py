@@ -89,6 +89,7 @@ def test_a_lost_gpu_raises_no_error_in_the_clock(gpu):
     assert clock.seconds(2) == pytest.approx(5e-3)
 
 
+@pytest.mark.gpu
 @pytest.mark.gpu_only
 def test_seconds_on_a_gpu_equal_the_time_between_events(device):
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_SLOTS)]
