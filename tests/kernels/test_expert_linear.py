@@ -316,11 +316,13 @@ def test_codes_and_biases_are_as_exact_as_torch(
     assert_in_budget(outs[0][has_expert], outs[1][has_expert], want[has_expert])
 
 
-@pytest.mark.gpu_only  # the interpreter runs one step after the other
+@pytest.mark.gpu_only
 @pytest.mark.parametrize("kind", ["mxfp4", "e4m3_row", "int4"])
 @pytest.mark.parametrize("num_tokens", [4, 120, 600])
 def test_steps_of_codes_leave_the_weights_of_running_products_alone(device, kind, num_tokens):
     """Large tiles too, of two steps: an H100 was wrong in 17 of 60 launches of 600 tokens."""
+    if device.type == "cpu":
+        pytest.skip("the interpreter runs one step after the other")
     weight = random_experts(kind, 7, 80, 96, torch.bfloat16, seed=1, device=device)
     ids = routed("spread", num_tokens, 2, 7, 0).to(device)
     rows = weight.dense().double()[ids.flatten().long()]
