@@ -55,6 +55,11 @@ def _is_bias(value: object) -> bool:
     )
 
 
+def _token(key: object) -> object:
+    """Return a token id that may be a decimal text; what is none stays, and is refused."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+
+
 _Flag = Annotated[bool, instances(bool, "a bool")]
 _Tokens = Annotated[Sequence[int], Range("a list of token ids >= 0", _is_list_of_tokens)]
 _TokenLists = Annotated[
@@ -273,8 +278,12 @@ class SamplingParams(metaclass=_NamesOfVLLM):
     def from_optional(cls, **params: Any) -> Self:  # noqa: ANN401 - of any field
         """Return parameters in which None stands for a field that is not given, as in vLLM.
 
-        As there, ``max_tokens=None`` is given: until the context is full.
+        As there, ``max_tokens=None`` is given: until the context is full; and the token ids of
+        ``logit_bias`` may be decimal texts, as the keys of JSON are.
         """
+        bias = params.get("logit_bias")
+        if isinstance(bias, Mapping):
+            params["logit_bias"] = {_token(key): value for key, value in bias.items()}
         optional = {each.name for each in fields(cls)} - {"max_tokens"}
         return cls(**{k: v for k, v in params.items() if v is not None or k not in optional})
 
