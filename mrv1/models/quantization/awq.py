@@ -90,7 +90,7 @@ class AWQ(Quantization):
         """The format of all quantized modules."""
         return (self.form,)
 
-    def module(self, name: str) -> AWQFormat | None:
+    def _module(self, name: str) -> AWQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
         own = self.prefix + name.removeprefix("model.")
         if not name.startswith(LAYERS) or any(each in own for each in self.left_out):

@@ -199,11 +199,11 @@ class CompressedTensors(Quantization):
         """The formats of the groups, each once."""
         return tuple(dict.fromkeys(self.groups))
 
-    def holds(self, name: str, kind: str) -> bool:
+    def _holds(self, name: str, kind: str) -> bool:
         """Whether a target matches a module of class ``kind``, and nothing that is ignored."""
         return self._group(name, (kind, "Module")) is not None
 
-    def module(self, name: str) -> CompressedFormat | None:
+    def _module(self, name: str) -> CompressedFormat | None:
         """Return the format of a linear module."""
         index = self._group(name, _LINEAR)
         return None if index is None else self.groups[index]

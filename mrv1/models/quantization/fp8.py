@@ -107,14 +107,14 @@ class FP8(Quantization):
         """The one format."""
         return (self.form,)
 
-    def holds(self, name: str, kind: str) -> bool:
+    def _holds(self, name: str, kind: str) -> bool:
         """Whether a linear module is not skipped; embeddings are never quantized."""
         own = stored_name(name, self.prefix)
         return kind == "Linear" and not is_skipped(own, self.skipped)
 
-    def module(self, name: str) -> FP8Format | None:
+    def _module(self, name: str) -> FP8Format | None:
         """Return the format of a linear module."""
-        return self.form if self.holds(name, "Linear") else None
+        return self.form if self._holds(name, "Linear") else None
 
     def renamed(self, name: str) -> str:
         """Return transformers' name of a stored tensor."""

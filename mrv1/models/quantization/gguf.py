@@ -136,7 +136,7 @@ class GGUFBlocks(Quantization):
         """The formats of modules, each once."""
         return tuple(GGUFFormat.of(kind) for kind in dict.fromkeys(kind for _, kind in self.kinds))
 
-    def module(self, name: str) -> GGUFFormat | None:
+    def _module(self, name: str) -> GGUFFormat | None:
         """Return the format of a module; None = it is dequantized."""
         kind = self._by_module.get(name)
         return None if kind is None else GGUFFormat.of(kind)

@@ -129,7 +129,7 @@ class GPTQ(Quantization):
         others = (form for _, form in self.overrides if form is not None)
         return tuple(dict.fromkeys((self.form, *others)))
 
-    def module(self, name: str) -> GPTQFormat | None:
+    def _module(self, name: str) -> GPTQFormat | None:
         """Return the format of a linear module; see ``Quantization``."""
         own = stored_name(name, self.prefix)
         if name == HEAD_MODULE:

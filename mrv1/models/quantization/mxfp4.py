@@ -104,7 +104,7 @@ class MXFP4(Quantization):
         """The one format."""
         return (MXFP4Format(code="e2m1", inputs=GROUP, scale_dtype=torch.uint8),)
 
-    def module(self, name: str) -> MXFP4Format | None:
+    def _module(self, name: str) -> MXFP4Format | None:
         """Return the format of a stack of experts, which are a module together."""
         is_stack = _STACK.fullmatch(name) is not None
         experts = name.rpartition(".")[0]

@@ -88,13 +88,13 @@ class OnlineFP8(Quantization):
         """The one format."""
         return (OnlineFormat(code="e4m3", activations="token"),)
 
-    def holds(self, name: str, kind: str) -> bool:
+    def _holds(self, name: str, kind: str) -> bool:
         """Whether a module is linear and in a layer."""
         return kind == "Linear" and name.startswith(LAYERS)
 
-    def module(self, name: str) -> OnlineFormat | None:
+    def _module(self, name: str) -> OnlineFormat | None:
         """Return the one format for modules of layers."""
-        return self.formats[0] if self.holds(name, "Linear") else None
+        return self.formats[0] if self._holds(name, "Linear") else None
 
     def describe(self) -> str:
         """Return the format in words."""

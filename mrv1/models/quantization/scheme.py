@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mrv1.models.quantization.formats import ModuleFormat
+
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +29,34 @@ class Quantization(ABC):
     has_zero_biases: ClassVar[bool] = False
     """Whether quantized modules are stored with biases, of zeros, also where a model has none."""
 
-    @abstractmethod
+    layers: tuple[int, ...] | None = None
+    """The checkpoint's numbers of the layers that a model has; None = it has all."""
+
     def module(self, name: str) -> ModuleFormat | None:
         """Return how a linear module's matrix is stored; None = in full precision.
 
-        ``name`` is one of the checkpoint's, without a vision model's prefix, such as
-        ``model.layers.0.self_attn.q_proj``.
+        ``name`` is as in the checkpoint, without a vision model's prefix, such as
+        ``model.layers.0.self_attn.q_proj``; the layer's number is the model's.
         """
+        return self._module(self._of_checkpoint(name))
 
     def holds(self, name: str, kind: str) -> bool:
         """Whether a module of class ``kind`` is quantized: a head, an embedding, an expert."""
-        return kind == "Linear" and self.module(name) is not None
+        return self._holds(self._of_checkpoint(name), kind)
+
+    @abstractmethod
+    def _module(self, name: str) -> ModuleFormat | None:
+        """As ``module``, by the checkpoint's number of the layer."""
+
+    def _holds(self, name: str, kind: str) -> bool:
+        """As ``holds``, by the checkpoint's number of the layer."""
+        return kind == "Linear" and self._module(name) is not None
+
+    def _of_checkpoint(self, name: str) -> str:
+        layers = self.layers
+        if layers is None:
+            return name
+        return _LAYER.sub(lambda match: f"{match[1]}{layers[int(match[2])]}.", name)
 
     def renamed(self, name: str) -> str:
         """Return this method's name of a stored tensor that has several."""
@@ -45,7 +64,8 @@ class Quantization(ABC):
 
     def of_layers(self, layers: Sequence[int]) -> Quantization:
         """Return the quantization of a model that has only these of the layers."""
-        return _OfLayers(every=self, layers=tuple(layers))
+        own = self.layers
+        return replace(self, layers=tuple(layers if own is None else (own[i] for i in layers)))
 
     @property
     @abstractmethod
@@ -55,47 +75,6 @@ class Quantization(ABC):
     def describe(self) -> str:
         """Return the method and the formats in words."""
         return f"{self.method}: {' and '.join(map(describe_format, self.formats))}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OfLayers(Quantization):
-    """The quantization of some layers, which are numbered anew."""
-
-    method: ClassVar[str] = ""
-
-    every: Quantization
-    layers: tuple[int, ...]
-
-    @property
-    def has_vocabulary(self) -> bool:  # type: ignore[override]
-        return self.every.has_vocabulary
-
-    @property
-    def quantizes(self) -> bool:  # type: ignore[override]
-        return self.every.quantizes
-
-    @property
-    def needs_stacks(self) -> bool:  # type: ignore[override]
-        return self.every.needs_stacks
-
-    @property
-    def formats(self) -> tuple[ModuleFormat, ...]:
-        return self.every.formats
-
-    def module(self, name: str) -> ModuleFormat | None:
-        return self.every.module(self._own(name))
-
-    def holds(self, name: str, kind: str) -> bool:
-        return self.every.holds(self._own(name), kind)
-
-    def describe(self) -> str:
-        return self.every.describe()
-
-    def _own(self, name: str) -> str:
-        def number(match: re.Match[str]) -> str:
-            return f"{match[1]}{self.layers[int(match[2])]}."
-
-        return re.sub(r"^(model\.layers\.)(\d+)\.", number, name)
 
 
 def stored_name(name: str, prefix: str) -> str:
