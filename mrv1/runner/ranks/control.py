@@ -1,8 +1,8 @@
 """Calls between steps that all ranks make: memory, weights, listeners and reports.
 
-Rank 0 sends the name of a method of ``RankControl`` and its arguments, makes the call itself, and
-waits for an answer from each rank. A change that a rank may refuse has two parts: all ranks get
-ready; if one refuses, the others undo that, and nothing has changed anywhere.
+Rank 0 sends the name of a method of ``RankControl`` or ``SleepMode`` and its arguments, makes the
+call itself, and waits for an answer from each rank. A change that a rank may refuse has two parts:
+all ranks get ready; if one refuses, the others undo that, and nothing has changed anywhere.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from mrv1.runner.model_runner import ModelRunner
 from mrv1.runner.ranks.messages import CALL_SECONDS, REFUSALS, Answer, Asked
 from mrv1.runner.ranks.processes import Ranks
 from mrv1.runner.ranks.shared_memory import SharedMemory
-from mrv1.runner.sleep import SleepTag, checked_tags
+from mrv1.runner.sleep import checked_tags
 from mrv1.runner.step import StepPlan
 
 SHARED_BYTES = 1 << 26
@@ -62,6 +63,13 @@ class SharedPart(NamedTuple):
         return AdapterPair(a=self.a.of(shared), b=self.b.of(shared), scaling=self.scaling)
 
 
+OF_MEMORY = (
+    "copy_weights", "forget_copies", "free", "allocate", "capture_awake", "free_again",
+    "end_sleep", "begin_update", "free_features",
+)  # fmt: skip
+"""Methods of ``SleepMode`` that all ranks call, each of them between two steps."""
+
+
 class RankControl:
     """The calls of one rank, on its runner."""
 
@@ -76,7 +84,11 @@ class RankControl:
         Errors that are no refusal are raised.
         """
         try:
-            value = getattr(self, asked.name)(*asked.args)
+            if asked.name in OF_MEMORY:
+                with self._runner.between_steps():
+                    value = getattr(self._runner.memory, asked.name)(*asked.args)
+            else:
+                value = getattr(self, asked.name)(*asked.args)
             return Answer(value=value) if asked.waits else None
         except tuple(REFUSALS.values()) as error:
             return Answer(refusal=(type(error).__name__, str(error)))
@@ -99,22 +111,6 @@ class RankControl:
             raise RuntimeError("attach: expected shared memory, got none")
         return self._shared
 
-    # --- what a rank may refuse -----------------------------------------------------------
-    def copy_weights(self, level: int) -> None:
-        """Get ready to ``sleep``."""
-        with self._runner.between_steps():
-            self._runner.memory.copy_weights(level)
-
-    def allocate(self, tags: Collection[SleepTag]) -> None:
-        """Allocate what wakes up."""
-        with self._runner.between_steps():
-            self._runner.memory.allocate(tags)
-
-    def capture_awake(self) -> None:
-        """Capture graphs, if nothing sleeps but what was allocated."""
-        with self._runner.between_steps():
-            self._runner.memory.capture_awake()
-
     def make_listener(self, pickled: bytes) -> None:
         """Make the listener that is set next; ConfigError: it cannot be made here."""
         try:
@@ -130,26 +126,6 @@ class RankControl:
         with self._runner.between_steps():
             if not self._runner.features.is_used:
                 memory.allocate_features()
-
-    # --- what follows ---------------------------------------------------------------------
-    def forget_copies(self) -> None:
-        """Undo ``copy_weights``."""
-        self._runner.memory.forget_copies()
-
-    def sleep(self, level: int) -> None:
-        """Free the memory of the weights and of the KV cache."""
-        with self._runner.between_steps():
-            self._runner.memory.free(level)
-
-    def free_again(self) -> None:
-        """Undo ``allocate`` and ``capture_awake``."""
-        with self._runner.between_steps():
-            self._runner.memory.free_again()
-
-    def free_features(self) -> None:
-        """Undo ``allocate_features``."""
-        with self._runner.between_steps():
-            self._runner.memory.free_features()
 
     def write_features(
         self, runs: Sequence[range], shape: tuple[int, ...], dtype: torch.dtype
@@ -169,14 +145,6 @@ class RankControl:
         """Tell the listener that was made last, None = nobody, of the next steps."""
         made, self._made = self._made, None
         self._runner.listening.set(made)
-
-    def end_sleep(self) -> None:
-        """Wake up what was allocated."""
-        self._runner.memory.end_sleep()
-
-    def begin_update(self, names: Collection[str]) -> None:
-        """Let no step run until ``end_update``."""
-        self._runner.memory.begin_update(names)
 
     def write_weights(self, pieces: Collection[Piece]) -> None:
         """Write this rank's part of pieces of new weights."""
@@ -221,15 +189,11 @@ def pieces_of(
         yield tuple(pieces)
 
 
-class Controls:
-    """The calls of all ranks, as rank 0 makes them; an error that is no refusal ends the ranks."""
+class ControlledRunner(ModelRunner):
+    """Rank 0's runner, with the calls of all ranks; an error that is no refusal ends the ranks."""
 
-    def __init__(
-        self, runner: ModelRunner, ranks: Ranks, end: Callable[[BaseException], None]
-    ) -> None:
-        """Take rank 0's runner, the other ranks, and what to do once a call has failed."""
-        self._runner, self._ranks, self._end = runner, ranks, end
-        self._own = RankControl(runner)
+    _ranks: Ranks
+    _own: RankControl
 
     def ask(self, name: str, *args: object) -> list[Any]:
         """Have every rank make a call; return the results, or raise the first rank's refusal."""
@@ -239,19 +203,21 @@ class Controls:
             answers = [own, *self._ranks.answers()]
         return [answer.result(rank) for rank, answer in enumerate(answers)]
 
-    def late_error(self) -> Exception | None:
+    def _late_error(self) -> Exception | None:
         """Return why a step that all ranks have launched fails on one of them."""
+        if not self.listening:
+            return super()._late_error()
         for rank, message in enumerate(self.ask("take_late_error")):
             if message is not None:
                 return RuntimeError(message if rank == 0 else f"rank {rank}: {message}")
         return None
 
-    def stage_features(self, plan: StepPlan) -> None:
+    def _share_features(self, plan: StepPlan) -> None:
         """Let every other rank have the features that a plan stages, before the step.
 
         They are copied to shared memory once. CapacityError: a rank has no room for the buffer.
         """
-        if plan.staged_features and not self._runner.features.is_used:
+        if plan.staged_features and not self.features.is_used:
             with self._or_undo("free_features"):
                 self.ask("allocate_features")
         with self._ending("write_features"):
@@ -269,6 +235,7 @@ class Controls:
 
         It is copied to shared memory once, whatever the number of ranks.
         """
+        self.check_usable()
         parts = adapter.parts.items()
         halves = {f"{name}.{half}": getattr(part, half) for name, part in parts for half in "ab"}
         shared = SharedMemory.new(sum(_aligned(each.nbytes) for each in halves.values()))
@@ -282,7 +249,7 @@ class Controls:
 
     def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
         """Have each rank make and set a listener; see ``ModelRunner.set_kv_listener``."""
-        self._runner.check_between_steps()
+        self.check_between_steps()
         if listener is not None:
             if not isinstance(listener, EachRank):
                 raise ConfigError(
@@ -298,33 +265,32 @@ class Controls:
             self.ask("make_listener", pickled)
         self.ask("set_listener")
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int = 1) -> None:
         """Put all ranks to sleep; see ``ModelRunner.sleep``."""
-        self._runner.check_between_steps()
-        self._runner.memory.check_level(level)
+        self.check_between_steps()
+        self.memory.check_level(level)
         with self._or_undo("forget_copies"):
             self.ask("copy_weights", level)
-        self.ask("sleep", level)
+        self.ask("free", level)
 
-    def wake_up(self, tags: Collection[str] | None) -> None:
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
         """Wake all ranks; see ``ModelRunner.wake_up``."""
-        self._runner.check_between_steps()
+        self.check_between_steps()
         checked = checked_tags(tags)
         with self._or_undo("free_again"):
             self.ask("allocate", checked)
             self.ask("capture_awake")
         self.ask("end_sleep")
 
-    def update_weights(self, named_tensors: NamedTensors, *, partial: bool) -> None:
+    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
         """Give each rank its part of new weights; see ``ModelRunner.update_weights``.
 
         All are checked before the first is sent. They are copied to shared memory once, piece by
         piece, whatever the number of ranks.
         """
-        runner = self._runner
-        runner.check_between_steps()
-        runner.memory.check_awake()
-        tensors = runner.memory.checked_update(named_tensors, partial=partial)
+        self.check_between_steps()
+        self.memory.check_awake()
+        tensors = self.memory.checked_update(named_tensors, partial=partial)
         if not tensors:  # those that were given are no weights
             return
         names = tuple(tensors)
@@ -348,7 +314,7 @@ class Controls:
         except BaseException as error:
             self._end(error)
             if isinstance(error, Exception):
-                self._runner.check_between_steps()  # says which rank failed
+                self.check_between_steps()  # says which rank failed
             raise
 
     @contextlib.contextmanager
@@ -359,3 +325,14 @@ class Controls:
         except tuple(REFUSALS.values()):
             self.ask(name)
             raise
+
+    def _end(self, error: BaseException) -> None:
+        """End all ranks after a call that failed on one; this one can launch nothing any more."""
+        self._unusable = f"tensor_parallel_size: {self._ranks.end(error)}; make a new engine"
+        if "_step" in self.__dict__ and self.device.type == "cuda":
+            with contextlib.suppress(torch.AcceleratorError):
+                stream, deadline = torch.cuda.current_stream(self.device), time.monotonic() + 5.0
+                while not stream.query() and time.monotonic() < deadline:
+                    time.sleep(0.001)  # its kernels give up
+                self._step.graphs.clear()  # NCCL ends once no graph is left
+        self._ranks.close()

@@ -44,7 +44,7 @@ class RankStart:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A call of a method of ``RankControl``."""
+    """A call of a method of ``RankControl``, or of one in ``OF_MEMORY``."""
 
     name: str
     args: tuple[object, ...]

@@ -7,25 +7,20 @@ at another point of the step.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-
-import torch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mrv1.config import EngineConfig
 from mrv1.device import rank_devices
 from mrv1.errors import CapacityError, ConfigError, StepError
 from mrv1.headwise import HeadPolicy
 from mrv1.kernels._base.peers import PeerError
-from mrv1.models import DecoderModel, NamedTensors
-from mrv1.models.lora import StoredAdapter
+from mrv1.models import DecoderModel
 from mrv1.multimodal import MultimodalItem
 from mrv1.runner.async_output import AsyncOutput
 from mrv1.runner.head_groups import read_config
-from mrv1.runner.kv_listener import EachRank, KVListener
 from mrv1.runner.model_runner import FORKED, ModelRunner
-from mrv1.runner.ranks.control import Controls
+from mrv1.runner.ranks.control import ControlledRunner, RankControl
 from mrv1.runner.ranks.leader import Leader
 from mrv1.runner.ranks.processes import START_SECONDS, Ranks
 from mrv1.runner.report import KVReport, report_of
@@ -34,7 +29,7 @@ from mrv1.runner.step import StepPlan
 from mrv1.sampler import LogitsProcessor
 
 
-class ParallelRunner(ModelRunner):
+class ParallelRunner(ControlledRunner):
     """Rank 0 of a runner that is spread over ``config.tensor_parallel_size`` processes.
 
     Once a call has failed on any rank, or was interrupted, no rank runs any more, and every step
@@ -70,7 +65,7 @@ class ParallelRunner(ModelRunner):
         self._ranks = Ranks(
             config, model_config, head_policy, devices, has_processors=bool(logits_processors)
         )
-        self._controls = Controls(self, self._ranks, self._end)
+        self._own = RankControl(self)
         try:
             super().__init__(
                 config,
@@ -119,26 +114,12 @@ class ParallelRunner(ModelRunner):
             return
         self.check_usable()
         try:
-            self._controls.stage_features(plan)
+            self._share_features(plan)
         except CapacityError as error:
             raise StepError(str(error), step_id=plan.step_id, req_ids=plan.req_ids) from error
         except RuntimeError:
             if self._ranks.failure is None:  # else the step fails with it
                 raise
-
-    def _late_error(self) -> Exception | None:
-        return self._controls.late_error() if self.listening else super()._late_error()
-
-    def _end(self, error: BaseException) -> None:
-        """End all ranks after a call that failed on one; this one can launch nothing any more."""
-        self._unusable = f"tensor_parallel_size: {self._ranks.end(error)}; make a new engine"
-        if "_step" in self.__dict__ and self.device.type == "cuda":
-            with suppress(torch.AcceleratorError):
-                stream, deadline = torch.cuda.current_stream(self.device), time.monotonic() + 5.0
-                while not stream.query() and time.monotonic() < deadline:
-                    time.sleep(0.001)  # its kernels give up
-                self._step.graphs.clear()  # NCCL ends once no graph is left
-        self._ranks.close()
 
     @contextmanager
     def _wait_for_ranks(self, what: str) -> Iterator[None]:
@@ -154,33 +135,12 @@ class ParallelRunner(ModelRunner):
         self._ranks.failure = self._unusable = FORKED
         super().after_fork()
 
-    def load_adapter(self, slot: int, adapter: StoredAdapter) -> None:
-        """Write each rank's part of an adapter; see ``ModelRunner.load_adapter``."""
-        self.check_usable()
-        self._controls.load_adapter(slot, adapter)
-
-    def set_kv_listener(self, listener: KVListener | EachRank | None) -> None:
-        """Let each rank tell a listener of its own; see ``ModelRunner.set_kv_listener``."""
-        self._controls.set_kv_listener(listener)
-
     def set_head_policy(self, policy: HeadPolicy | str | None) -> None:
         """Raise ConfigError: other heads change each rank's memory, which they share."""
         raise ConfigError(
             "set_head_policy: expected one rank, got tensor_parallel_size="
             f"{self.config.tensor_parallel_size}; make a new engine with head_policy="
         )
-
-    def sleep(self, level: int = 1) -> None:
-        """Free memory on every rank; see ``ModelRunner.sleep``."""
-        self._controls.sleep(level)
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Allocate the memory of every rank again; see ``ModelRunner.wake_up``."""
-        self._controls.wake_up(tags)
-
-    def update_weights(self, named_tensors: NamedTensors, *, partial: bool = False) -> None:
-        """Overwrite each rank's part of the weights; see ``ModelRunner.update_weights``."""
-        self._controls.update_weights(named_tensors, partial=partial)
 
     def kv_report(self) -> KVReport:
         """Return the sizes in bytes of the KV caches of all ranks together."""
