@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -27,9 +26,6 @@ ORDER_KEYS = ("priority", "fairness_id")
 """Keys that say when a line's request runs, as ``LLM.add_request`` names them."""
 KEYS = (*INPUT_KEYS, *MULTIMODAL_KEYS, *ORDER_KEYS, "request_id", "sampling_params")
 """Keys that a line may have."""
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
-"""A token id as a JSON key. Each id has one spelling, so that no two keys name the same token, and
-few enough digits for ``int`` (sys.get_int_max_str_digits)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +130,6 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(given, dict):
         raise RequestError(f"sampling_params: expected a JSON object, got {short(given)}")
     given = _without_nulls(given)
-    bias = given.get("logit_bias")
-    if isinstance(bias, dict):  # JSON keys are strings
-        given = given | {"logit_bias": {_token_id(key): bias[key] for key in bias}}
     form = given.get("structured_outputs")
     if isinstance(form, dict):
         try:
@@ -146,13 +139,7 @@ def _params(given: object, sampling: Mapping[str, Any]) -> SamplingParams:
             raise RequestError(
                 f"structured_outputs: expected one of {names}; got {short(sorted(form))}"
             ) from error
-    return SamplingParams(**{**sampling, **given})
-
-
-def _token_id(key: str) -> int:
-    if _TOKEN_ID.fullmatch(key) is None:
-        raise RequestError(f"logit_bias: expected token ids >= 0 as keys, got {short(key)}")
-    return int(key)
+    return SamplingParams.from_optional(**{**sampling, **given})
 
 
 def run_batch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from numbers import Integral, Real
@@ -24,6 +25,10 @@ OF_CHECKPOINT = {
     "max_new_tokens": "max_tokens",
 }
 """Fields of ``generation_config.json`` that set defaults of fields of ``SamplingParams``."""
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
+"""A token id as a JSON key. Each id has one spelling, so that no two keys name the same token, and
+few enough digits for ``int`` (sys.get_int_max_str_digits)."""
 
 NUM_UNKNOWN_SHOWN = 8
 """Most unknown names in an error message: the search for a similar name takes time for each."""
@@ -56,8 +61,12 @@ def _is_bias(value: object) -> bool:
 
 
 def _token(key: object) -> object:
-    """Return a token id that may be a decimal text; what is none stays, and is refused."""
-    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+    """Return a key of ``logit_bias``, as an integer if it is a text; RequestError: of no id."""
+    if not isinstance(key, str):
+        return key
+    if _TOKEN_ID.fullmatch(key) is None:
+        raise RequestError(f"logit_bias: expected token ids >= 0 as keys, got {short(key)}")
+    return int(key)
 
 
 _Flag = Annotated[bool, instances(bool, "a bool")]
