@@ -212,10 +212,13 @@ def test_optional_params_are_those_that_are_given():
     with pytest.raises(RequestError, match="temperature: expected 0 or a number"):
         SamplingParams.from_optional(temperature=-1)
     for bias in ({"9" * 5000: 1}, {"-1": 1}, {"09": 1}, {None: 1}, 3):
-        with pytest.raises(RequestError, match="logit_bias: expected .*token ids >= 0"):
+        with pytest.raises(RequestError, match=r"logit_bias: expected .*token ids >= 0"):
             SamplingParams.from_optional(logit_bias=bias)
     with pytest.raises(RequestError, match="did you mean 'temperature'"):
         SamplingParams.from_optional(temprature=None)
+    for make in (SamplingParams, SamplingParams.from_optional):
+        with pytest.raises(RequestError, match=r"sampling_params: expected .*; got 'cls'"):
+            make(cls=1)  # as a line of a file may say
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def _plain(value: object, depth: int = 0) -> object:
 class _NamesOfVLLM(type):
     """Takes those of vLLM's names that change nothing here, too, and refuses unknown ones."""
 
-    def __call__(cls, *args: Any, **params: Any) -> Any:  # noqa: ANN401 - of any field
+    def __call__(cls, /, *args: Any, **params: Any) -> Any:  # noqa: ANN401 - of any field
         known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
         if not params.keys() <= set(known):
             params = translated(params, PARAMS, "a field of SamplingParams", RequestError)
@@ -284,7 +284,7 @@ class SamplingParams(metaclass=_NamesOfVLLM):
         return copied
 
     @classmethod
-    def from_optional(cls, **params: Any) -> Self:  # noqa: ANN401 - of any field
+    def from_optional(cls, /, **params: Any) -> Self:  # noqa: ANN401 - of any field
         """Return parameters in which None stands for a field that is not given, as in vLLM.
 
         As there, ``max_tokens=None`` is given: until the context is full; and the token ids of
