@@ -494,6 +494,8 @@ class LLM(AdapterCalls):
         Raises:
             ConfigError: there are several ranks, and the listener is not for each of them, cannot
                 be pickled, or cannot be made on one; nothing has changed.
+            CapacityError: graphs that record events for the first listener do not fit; nobody
+                listens.
         """
         self.engine.set_kv_listener(listener)
 

@@ -76,11 +76,11 @@ class Listening:
         """Let nobody listen; other arguments as in ``LayerCalls``."""
         self._step, self._num_kv_heads = step, num_kv_heads
         self._capture_again = capture_again
-        self._listener: KVListener | None = None
+        self.listener: KVListener | None = None
 
     def __bool__(self) -> bool:
         """Whether there is a listener."""
-        return self._listener is not None
+        return self.listener is not None
 
     def set(self, listener: KVListener | EachRank | None) -> None:
         """Let a listener, None = nobody, listen to the next steps.
@@ -88,17 +88,22 @@ class Listening:
         The first one has the graphs captured again, with an event for each layer.
 
         ConfigError: there is a draft head, of whose keys and values nobody is told.
-        CapacityError: the graphs do not fit any more.
+        CapacityError: the graphs do not fit any more; nobody listens, and steps have no graphs.
         """
         if listener is not None and self._step.drafts is not None:
             raise ConfigError("listener: expected none with a draft head, got one")
         if isinstance(listener, EachRank):
             listener = listener.make(self._step.model.parallel.rank)
-        self._listener = listener
+        events = self._step.layer_events
+        if listener is not None and not events.are_wanted:
+            events.are_wanted = True
+            try:
+                self._capture_again()
+            except BaseException:
+                events.are_wanted = False
+                raise
+        self.listener = listener
         self._step.block_tables.keep_ids(listener is not None)
-        if listener is not None and not self._step.layer_events.are_wanted:
-            self._step.layer_events.are_wanted = True
-            self._capture_again()
 
     def move_to(self, step: DeviceStep) -> None:
         """Let the same listener listen to another step, which has no graphs yet."""
@@ -108,7 +113,7 @@ class Listening:
 
     def heard(self, plan: StepPlan) -> HeardStep | None:
         """Return what listeners are told of a staged plan; None = there is none."""
-        if self._listener is None:
+        if self.listener is None:
             return None
         step = self._step
         tokens = tokens_of(plan, step.state.num_before(plan), step.block_tables)
@@ -116,6 +121,6 @@ class Listening:
 
     def calls(self, heard: HeardStep | None) -> LayerCalls | None:
         """Return what is called with the layers of a step; None = nobody listens."""
-        if heard is None or self._listener is None:
+        if heard is None or self.listener is None:
             return None
-        return LayerCalls(self._listener, heard, self._step, self._num_kv_heads)
+        return LayerCalls(self.listener, heard, self._step, self._num_kv_heads)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mrv1 import LLM, ConfigError, SamplingParams, StepError
+from mrv1 import LLM, CapacityError, ConfigError, ModelRunner, SamplingParams, StepError
 from mrv1.runner import EachRank, KVListener, KVReady
 from mrv1.runner.ranks import parallel_runner
 from tests.models.families import tiny_checkpoint
@@ -153,3 +153,20 @@ def test_a_listener_that_a_rank_cannot_have_is_refused(engines, listener, messag
         llm.set_kv_listener(listener)
     llm.generate(PROMPTS, GREEDY)
     assert len(HEARD[0]) == len(HEARD[1]) > 0
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nobody_listens_if_the_graphs_of_a_rank_do_not_fit(tmp_path, monkeypatch, size):
+    def capture_again(runner: ModelRunner) -> None:
+        if runner.model.parallel.rank == size - 1:
+            raise CapacityError("CUDA graphs: no room")
+
+    monkeypatch.setattr(ModelRunner, "_capture_again", capture_again)
+    monkeypatch.setattr(parallel_runner, "Ranks", ThreadRanks)
+    tiny_checkpoint(tmp_path, "llama")
+    with LLM(str(tmp_path), device="cpu", tensor_parallel_size=size, num_kv_blocks=40) as llm:
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="CUDA graphs: no room"):
+                llm.set_kv_listener(EachRank(listener_of))
+            llm.generate(PROMPTS, GREEDY)
+    assert not HEARD

@@ -77,6 +77,7 @@ class RankControl:
         self._runner = runner
         self._shared: SharedMemory | None = None
         self._made: KVListener | None = None
+        self._former: KVListener | None = None
 
     def answer(self, asked: Asked) -> Answer | None:
         """Make a call; return its answer, None if rank 0 waits for none.
@@ -143,8 +144,13 @@ class RankControl:
 
     def set_listener(self) -> None:
         """Tell the listener that was made last, None = nobody, of the next steps."""
-        made, self._made = self._made, None
-        self._runner.listening.set(made)
+        listening = self._runner.listening
+        made, self._made, self._former = self._made, None, listening.listener
+        listening.set(made)
+
+    def set_former_listener(self) -> None:
+        """Undo ``set_listener``."""
+        self._runner.listening.set(self._former)
 
     def write_weights(self, pieces: Collection[Piece]) -> None:
         """Write this rank's part of pieces of new weights."""
@@ -263,7 +269,8 @@ class ControlledRunner(ModelRunner):
                     f"listener: expected an EachRank that can be pickled, got {error!r}"
                 ) from error
             self.ask("make_listener", pickled)
-        self.ask("set_listener")
+        with self._or_undo("set_former_listener"):
+            self.ask("set_listener")
 
     def sleep(self, level: int = 1) -> None:
         """Put all ranks to sleep; see ``ModelRunner.sleep``."""
