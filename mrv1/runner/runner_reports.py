@@ -9,8 +9,12 @@ import torch
 from mrv1.config import EngineConfig, KVScaleName
 from mrv1.device import Conversion, KernelPath, device_info
 from mrv1.headwise import HeadPolicy
-from mrv1.kernels.layers.linear_scaled import takes_codes
-from mrv1.kernels.layers.quantized import EXPERTS_PATH, MOST_PLAIN_TOKENS, quantized_path
+from mrv1.kernels.layers.quantized import (
+    EXPERTS_PATH,
+    MOST_PLAIN_TOKENS,
+    quantized_path,
+    takes_codes,
+)
 from mrv1.models import DecoderModel, ModelConfig, ModelWeights
 from mrv1.runner.async_output import OutputRing
 from mrv1.runner.device_step import DeviceStep

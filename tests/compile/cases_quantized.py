@@ -10,12 +10,8 @@ from mrv1.kernels._base.triton import triton
 from mrv1.kernels.layers.contracts import GATES
 from mrv1.kernels.layers.dequantize import TILE_ELEMENTS, TILE_ROWS, _widen_kernel
 from mrv1.kernels.layers.linear_codes import LINE, ROOMY, CodesConfig, _linear_codes_kernel
-from mrv1.kernels.layers.linear_scaled import (
-    BLOCK,
-    _quantize_tokens_kernel,
-    tokens_config,
-)
-from mrv1.kernels.layers.quantized import E4M3_CAPABILITY, TILES_CAPABILITY
+from mrv1.kernels.layers.linear_scaled import _quantize_tokens_kernel, tokens_config
+from mrv1.kernels.layers.quantized import BLOCK, E4M3_CAPABILITY, TILES_CAPABILITY
 from mrv1.testing.aot import AotCase, Target, pointer
 
 

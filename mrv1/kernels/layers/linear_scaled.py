@@ -18,15 +18,11 @@ from mrv1.kernels._base.dependent_launch import let_next_start, overlap_options,
 from mrv1.kernels._base.e4m3 import e4m3_codes
 from mrv1.kernels._base.triton import tl, triton
 from mrv1.kernels.layers.linear_call import LinearCall
-from mrv1.kernels.layers.quantized import MOST_PLAIN_TOKENS, QuantizedWeight, quantizes_tokens
+from mrv1.kernels.layers.quantized import BLOCK, MOST_PLAIN_TOKENS, QuantizedWeight, takes_codes
 
 LARGEST = tl.constexpr(448.0)
-BLOCK = 128
-"""Rows and inputs of a block."""
 BLOCK_TOKENS = 4
 """The number of tokens has to be a multiple of it for products of blocks."""
-ALIGNED = 16
-"""Inputs and outputs have to be multiples of it, for the library."""
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_scale_group"])
@@ -94,18 +90,6 @@ def multiplies_scaled(call: LinearCall, weight: QuantizedWeight) -> bool:
     if call.out.dtype != call.x.dtype:
         return False
     return takes_codes(weight, call.x.device, call.x.dtype)
-
-
-def takes_codes(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device multiplies many tokens of a dtype by this weight as e4m3."""
-    if not quantizes_tokens(device, dtype, weight.activations):
-        return False
-    if weight.num_in % ALIGNED or weight.shape[0] % ALIGNED:
-        return False
-    if weight.activations != "group":
-        return True
-    is_square = weight.rows_per_scale == weight.inputs_per_scale == BLOCK
-    return is_square and weight.num_in % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0
 
 
 def multiply_scaled(call: LinearCall, weight: QuantizedWeight) -> torch.Tensor:

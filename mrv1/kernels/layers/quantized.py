@@ -44,6 +44,10 @@ BLOCKS_CAPABILITY = (9, 0)
 """The one for which the library has products of blocks."""
 BLOCKS_CUDA = (12, 9)
 """The first version of CUDA whose library has them."""
+BLOCK = 128
+"""Rows and inputs that share a scale, where the library multiplies codes with scales of blocks."""
+ALIGNED = 16
+"""Inputs and outputs have to be multiples of it, for the library."""
 TILES_CAPABILITY = (9, 0)
 """The one on which tiles of many tokens widen codes."""
 EXPERTS_PATH = "read as stored for any number of tokens"
@@ -312,6 +316,18 @@ def quantizes_tokens(
         has_blocks = tuple(map(int, (torch.version.cuda or "0").split("."))) >= BLOCKS_CUDA
         return capability == BLOCKS_CAPABILITY and has_blocks
     return capability >= E4M3_CAPABILITY
+
+
+def takes_codes(weight: QuantizedWeight, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device multiplies many tokens of a dtype by this weight as e4m3."""
+    if not quantizes_tokens(device, dtype, weight.activations):
+        return False
+    if weight.num_in % ALIGNED or weight.shape[0] % ALIGNED:
+        return False
+    if weight.activations != "group":
+        return True
+    is_square = weight.rows_per_scale == weight.inputs_per_scale == BLOCK
+    return is_square and weight.num_in % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0
 
 
 def inputs_problem(weight: QuantizedWeight) -> str | None:
