@@ -70,7 +70,7 @@ def expected(llm: AsyncLLM, prompt: object) -> str:
 def settled(llm: AsyncLLM) -> None:
     """Wait until no request runs or waits."""
     until = time.monotonic() + 60
-    while llm._engine._num_unfinished:
+    while llm._engine._streams or llm._engine._num_unfinished:
         assert time.monotonic() < until, "a request goes on without its client"
         time.sleep(0.01)
 
